@@ -1,0 +1,266 @@
+"""The configuration: one frozen model per stage, composed per job.
+
+Unknown keys are refused, contradictions name both fields, and every field says its meaning and unit. A field marked
+`changes_result=False` can't change what a stage makes and stays out of its key. Lengths are in tokens, a *step* is an
+optimizer step, a *micro-batch* is what goes through the model at once.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+TemplateName = Literal["alpaca", "alpaca-zh", "chatml", "plain"]
+DeviceChoice = Literal["auto", "cpu", "ascend"]
+
+NEUTRAL = {"changes_result": False}  # json_schema_extra of fields that stay out of the key
+
+LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be blank")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def key_fields(self) -> dict[str, Any]:
+        """The fields that can change a stage's result, as plain JSON values."""
+        neutral = {
+            name
+            for name, field in type(self).model_fields.items()
+            if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("changes_result") is False
+        }
+        return self.model_dump(mode="json", exclude=neutral)
+
+
+class EnvConfig(Section):
+    """Stage `validate_env`: what the host must offer."""
+
+    device: DeviceChoice = Field(
+        default="auto",
+        description="where to compute; `auto` takes an Ascend NPU where one is really usable, else the CPU",
+    )
+    min_free_disk_gib: float = Field(
+        default=1.0, ge=0, description="free space wanted below the artifact root, GiB", json_schema_extra=NEUTRAL
+    )
+    min_free_memory_gib: float = Field(
+        default=1.0, ge=0, description="free main memory wanted, GiB", json_schema_extra=NEUTRAL
+    )
+
+
+class ModelConfig(Section):
+    """The base model that is fine-tuned."""
+
+    base: Text = Field(
+        description="folder of a Hugging Face checkpoint: config.json, *.safetensors and tokenizer files",
+        json_schema_extra=NEUTRAL,  # its content counts, by digest
+    )
+    tokenizer: Text | None = Field(
+        default=None,
+        description="folder of tokenizer files; without it those of the base model",
+        json_schema_extra=NEUTRAL,  # its content counts, by digest
+    )
+
+
+class DataConfig(Section):
+    """Where the records come from, and what happens to bad ones."""
+
+    train: tuple[Text, ...] = Field(
+        min_length=1,
+        description="data files to train on, or folders of them (.json, .jsonl), in this order",
+        json_schema_extra=NEUTRAL,  # their content counts, by digest
+    )
+    validation: tuple[Text, ...] = Field(
+        default=(),
+        description="data files that are held out; without any, a share of the training records is",
+        json_schema_extra=NEUTRAL,
+    )
+    validation_share: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="share of the training records to hold out, chosen by a hash of their content; 0 holds out none, "
+        "and the training records themselves are then evaluated; not used with data.validation",
+    )
+    on_bad: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="a record that can't be used: `skip` leaves it out, counted and listed; `stop` ends the stage",
+    )
+    max_rejected_share: float = Field(
+        default=0.5, ge=0, le=1, description="share of rejected records above which the stage ends with `skip`, too"
+    )
+
+
+class TokenizeConfig(Section):
+    """Stage `tokenize`: from records to token shards."""
+
+    template: TemplateName = Field(default="alpaca", description="how a record becomes prompt and answer")
+    max_length: int = Field(
+        default=512, ge=8, le=131072, description="longest row, prompt and answer and end token together, tokens"
+    )
+    rows_per_shard: int = Field(default=10000, ge=1, description="rows in one Arrow file")
+
+
+class LoraConfig(Section):
+    """The low-rank adapter (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = Field(default=8, ge=1, le=1024, description="R, the inner size of the update")
+    alpha: float = Field(default=16.0, gt=0, description="the update is scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of the adapter's inputs set to zero in training")
+    target_modules: tuple[Text, ...] = Field(
+        default=("q_proj", "v_proj"),
+        min_length=1,
+        description="last parts of the names of the layers that get an adapter, e.g. q_proj, v_proj, down_proj",
+    )
+
+    @model_validator(mode="after")
+    def _no_target_twice(self) -> Self:
+        twice = sorted({name for name in self.target_modules if self.target_modules.count(name) > 1})
+        if twice:
+            raise ValueError(f"target_modules names {', '.join(twice)} more than once")
+        return self
+
+
+class TrainConfig(Section):
+    """Stage `train`: the optimization."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    epochs: float = Field(default=3.0, gt=0, description="passes over the training rows; not used with max_steps")
+    max_steps: int | None = Field(default=None, ge=1, description="optimizer steps, instead of epochs")
+    batch_size: int = Field(default=4, ge=1, description="rows in a micro-batch")
+    gradient_accumulation: int = Field(
+        default=1, ge=1, description="micro-batches in an optimizer step; each label token weighs the same"
+    )
+    learning_rate: float = Field(default=2e-4, gt=0, le=1, description="highest learning rate")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        default="linear", description="course of the learning rate after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up from 0")
+    weight_decay: float = Field(default=0.01, ge=0, lt=1, description="decoupled weight decay")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of AdamW's first moment")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of AdamW's second moment")
+    epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    max_gradient_norm: float | None = Field(
+        default=1.0, gt=0, description="gradients are scaled down to this global norm; null: never"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of adapter weights, row order and dropout")
+    evaluate_every_steps: int | None = Field(
+        default=None, ge=1, description="optimizer steps between validations; null: once an epoch"
+    )
+    keep: Literal["best", "last"] = Field(
+        default="best", description="which adapter the stage leaves: lowest validation loss, or the last"
+    )
+    log_every_steps: int = Field(
+        default=10, ge=1, description="optimizer steps between log lines", json_schema_extra=NEUTRAL
+    )
+    checkpoint_every_steps: int = Field(
+        default=50, ge=1, description="optimizer steps between checkpoints", json_schema_extra=NEUTRAL
+    )
+    keep_checkpoints: int = Field(
+        default=3, ge=1, description="newest checkpoints that are kept while training", json_schema_extra=NEUTRAL
+    )
+
+    @model_validator(mode="after")
+    def _warmup_within_steps(self) -> Self:
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        return self
+
+
+class MergeConfig(Section):
+    """Stage `merge`: base model + adapter = one model."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32", description="type of the merged weights; the sum is always made in float32"
+    )
+    max_shard_gib: float = Field(default=4.0, gt=0, description="largest safetensors file, GiB")
+    tolerance: float = Field(
+        default=1e-5,
+        gt=0,
+        description="largest difference, relative to the largest logit, between adapter attached and merged",
+    )
+
+
+class ExportConfig(Section):
+    """Stage `export`: MindIR with a KV cache."""
+
+    cache_length: int = Field(
+        default=512, ge=16, le=131072, description="tokens that the KV cache holds, prompt and answer together"
+    )
+    prefill_chunk: int = Field(
+        default=64, ge=2, le=4096, description="prompt tokens that go through the graph at once (the last chunk padded)"
+    )
+    parity_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 5, 64, 100), min_length=1, description="prompt lengths at which MindIR and Cell are compared, tokens"
+    )
+    tolerance: float = Field(
+        default=1e-4, gt=0, description="largest difference between MindIR and Cell, relative to the largest logit"
+    )
+
+    @model_validator(mode="after")
+    def _lengths_fit_the_cache(self) -> Self:
+        if self.prefill_chunk > self.cache_length:
+            raise ValueError(
+                f"prefill_chunk ({self.prefill_chunk}) must be at most cache_length ({self.cache_length})"
+            )
+        if max(self.parity_lengths) > self.cache_length:
+            raise ValueError(
+                f"parity_lengths ({max(self.parity_lengths)}) must be at most cache_length ({self.cache_length})"
+            )
+        return self
+
+
+class EvaluateConfig(Section):
+    """Stage `evaluate`: the model before and after, on held-out rows and prompts."""
+
+    prompts: tuple[Text, ...] = Field(
+        default=(), description="instructions that are answered before and after; without any, held-out ones are taken"
+    )
+    samples: int = Field(default=4, ge=0, le=100, description="held-out instructions to answer when prompts is empty")
+    max_rows: int = Field(default=200, ge=1, description="held-out rows that the loss is computed on, at most")
+    max_new_tokens: int = Field(default=64, ge=1, description="longest answer, tokens")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy; else logits are divided by it")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="the smallest set of most likely tokens that reaches this sum is kept"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the draws where temperature is above 0")
+
+
+class LlmConfig(Section):
+    """The job `finetune-llm`: a causal language model with LoRA."""
+
+    job: Literal["llm"] = "llm"
+    model: ModelConfig
+    data: DataConfig
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    tokenize: TokenizeConfig = Field(default_factory=TokenizeConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    merge: MergeConfig = Field(default_factory=MergeConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    artifacts: str | None = Field(
+        default=None,
+        description="artifact root; without it MINDTUNE_ARTIFACTS, else the folder `artifacts` of the project",
+        json_schema_extra=NEUTRAL,
+    )
+
+    @model_validator(mode="after")
+    def _answer_fits_the_cache(self) -> Self:
+        if self.evaluate.max_new_tokens >= self.export.cache_length:
+            raise ValueError(
+                f"evaluate.max_new_tokens ({self.evaluate.max_new_tokens}) must be below "
+                f"export.cache_length ({self.export.cache_length})"
+            )
+        if self.data.validation and "validation_share" in self.data.model_fields_set and self.data.validation_share:
+            raise ValueError(
+                f"data.validation_share ({self.data.validation_share}) has no use beside data.validation; leave one out"
+            )
+        return self

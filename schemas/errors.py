@@ -1,0 +1,106 @@
+"""The errors that mindtune raises on purpose.
+
+An error is a code and its facts. The words stand in `schemas/messages/<language>.yaml`, one entry a code with a
+`message` and a `hint` (what to do next), so that a second language is a second file. A test holds every code that the
+source raises against that file.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_UNFIT = 3
+
+
+@cache
+def message_templates(language: str = "en") -> Mapping[str, Mapping[str, str]]:
+    """The message and the hint of every error code in one language."""
+    text = (resources.files("schemas") / "messages" / f"{language}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+class MindtuneError(Exception):
+    """An error with a code, the facts that fill its message, and the stage it belongs to.
+
+    Args:
+        code: an entry of the message file, for example `data.file_missing`.
+        stage: the stage that the error belongs to, where there is one.
+        facts: the values that the message names.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, code: str, *, stage: str | None = None, **facts: Any) -> None:
+        self.code = code
+        self.stage = stage
+        self.facts = facts
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """What was wrong, the value, and what was expected."""
+        return message_templates()[self.code]["message"].format(**self.facts).strip()
+
+    @property
+    def hint(self) -> str:
+        """What to do next."""
+        return message_templates()[self.code]["hint"].format(**self.facts).strip()
+
+    def as_document(self) -> dict[str, Any]:
+        """The form that `--json` prints and that a child process hands to its parent."""
+        return {"code": self.code, "message": self.message, "stage": self.stage, "hint": self.hint}
+
+
+class ConfigError(MindtuneError, ValueError):
+    """A setting that is unknown, out of range, or contradicts another."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class InputError(MindtuneError, ValueError):
+    """A file that a run starts from (data, tokenizer, base model) is missing or unusable."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class HostError(MindtuneError):
+    """The host cannot run what was asked for."""
+
+    exit_code = EXIT_UNFIT
+
+
+class StoreError(MindtuneError):
+    """An artifact or a run record is missing, damaged, or written by an unknown version."""
+
+
+class StageError(MindtuneError):
+    """A stage ran and failed."""
+
+
+class ChildError(StageError):
+    """An error that a stage raised in its child process, with the texts it had there.
+
+    Args:
+        document: what `as_document` gave in the child.
+        exit_code: the exit code that belongs to it.
+    """
+
+    def __init__(self, document: Mapping[str, Any], exit_code: int) -> None:
+        self._document = dict(document)
+        self.exit_code = exit_code
+        super().__init__(str(document["code"]), stage=document["stage"])
+
+    @property
+    def message(self) -> str:
+        """The message as the child wrote it."""
+        return str(self._document["message"])
+
+    @property
+    def hint(self) -> str:
+        """The hint as the child wrote it."""
+        return str(self._document["hint"])

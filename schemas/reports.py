@@ -1,0 +1,177 @@
+"""What the stages report: pydantic models, written as JSON into the artifact of the stage.
+
+Losses are in nats per trained token, times in seconds, sizes in bytes, shares are fractions from 0 to 1.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.manifest import Frozen
+
+
+class PackageFinding(Frozen):
+    """One package against the tested set."""
+
+    name: str
+    found: str | None = Field(description="version installed here, None when it is missing")
+    tested: str
+    verdict: Literal["tested", "other version", "missing"]
+
+
+class EnvReport(Frozen):
+    """What `validate_env` found. Free disk and memory are looked at in every run, not here."""
+
+    python: str
+    platform: str
+    machine: str
+    cores: int
+    total_memory_bytes: int
+    packages: tuple[PackageFinding, ...]
+    device: Literal["CPU", "Ascend"]
+    device_reason: str = Field(description="why this device was taken")
+    probe_error: float = Field(description="largest difference of a small product on the device from NumPy's")
+    probe_seconds: float
+
+
+class Rejected(Frozen):
+    """A record that was not used."""
+
+    source: str = Field(description="name of the data file")
+    record: int | None = Field(default=None, description="index in the file, from 0; None: the line held no record")
+    line: int | None = Field(default=None, description="line in the file, from 1, for JSON Lines")
+    reason: str
+
+
+class SplitStatistics(Frozen):
+    """One split (train or validation) of the tokenized data."""
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    longest: int = Field(description="tokens in the longest row")
+    histogram_edges: tuple[int, ...] = Field(description="row lengths, tokens; one more than counts")
+    histogram_counts: tuple[int, ...]
+
+
+class TokenizeReport(Frozen):
+    """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the rows of both splits."""
+
+    template: str
+    read: int
+    kept: int
+    rejected: int
+    reasons: dict[str, int] = Field(description="rejected records by reason")
+    train: SplitStatistics
+    validation: SplitStatistics
+    validation_is_training: bool = Field(description="nothing was held out: the training rows are evaluated")
+    bos_id: int | None
+    eos_id: int
+
+
+class CurvePoint(Frozen):
+    """One optimizer step on the training curve."""
+
+    step: int
+    epoch: float
+    loss: float = Field(description="mean over the step's trained tokens")
+    learning_rate: float
+    gradient_norm: float = Field(description="before clipping")
+
+
+class ValidationPoint(Frozen):
+    """One validation on the held-out rows."""
+
+    step: int
+    loss: float
+
+
+class TrainReport(Frozen):
+    """What `train` did."""
+
+    steps: int
+    epochs: float
+    trainable_parameters: int
+    total_parameters: int
+    adapted_layers: int
+    padded_length: int = Field(description="tokens that every row was padded to: the one graph shape")
+    real_token_share: float = Field(description="tokens that are no padding")
+    curve: tuple[CurvePoint, ...]
+    validation: tuple[ValidationPoint, ...] = Field(description="the first point, step 0, is the base model")
+    best_step: int
+    kept_step: int = Field(description="step of the adapter that the stage left")
+
+
+class TrainTimings(Frozen):
+    """Times of one training run; not a function of the key."""
+
+    seconds: float
+    compile_seconds: float
+    median_step_seconds: float
+    trained_tokens_per_second: float
+    peak_memory_bytes: int
+    resumed_from_step: int
+
+
+class MergeCertificate(Frozen):
+    """Proof that the merged model is the base model with the adapter attached."""
+
+    base_digest: str
+    adapter_digest: str
+    merged_digest: str = Field(description="over names, shapes, types and bytes of the merged tensors")
+    merged_layers: dict[str, float] = Field(description="scale of the update by layer")
+    dtype: str
+    probes: int = Field(description="probe prompts compared")
+    max_relative_difference: float = Field(description="of the logits, relative to the largest logit")
+    same_greedy_token_share: float
+    tolerance: float
+
+
+class ParityPoint(Frozen):
+    """MindIR against Cell at one prompt length."""
+
+    length: int
+    max_relative_difference: float = Field(description="prefill of the MindIR against the Cell's whole forward pass")
+    decode_relative_difference: float = Field(description="one token at a time with cache against the whole pass")
+
+
+class ExportReport(Frozen):
+    """What `export` proved about the MindIR."""
+
+    cache_length: int
+    prefill_chunk: int
+    vocabulary: int
+    graph_inputs: dict[str, tuple[int | None, ...]] = Field(description="shape by input name, None where free")
+    parity: tuple[ParityPoint, ...]
+    tolerance: float
+
+
+class Answer(Frozen):
+    """One prompt, answered by the model before and after."""
+
+    prompt: str
+    reference: str | None
+    before: str
+    after: str
+
+
+class Speed(Frozen):
+    """Generation speed of the MindIR, one request at a time."""
+
+    first_token_seconds: float = Field(description="median over the prompts, graph already compiled")
+    tokens_per_second: float = Field(description="decoded tokens over the time after the first token")
+    peak_memory_bytes: int
+
+
+class EvalReport(Frozen):
+    """The model before and after."""
+
+    rows: int
+    loss_before: float
+    loss_after: float
+    perplexity_before: float
+    perplexity_after: float
+    token_accuracy_before: float
+    token_accuracy_after: float
+    validation_is_training: bool
+    answers: tuple[Answer, ...]

@@ -1,0 +1,1 @@
+"""How each stage works: one module per stage, the artifact store, and the code they share."""
