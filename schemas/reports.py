@@ -28,6 +28,10 @@ class EnvReport(Frozen):
     cores: int
     total_memory_bytes: int
     packages: tuple[PackageFinding, ...]
+    driver: str | None = Field(
+        default=None, description="version of the NPU driver, None where its version file is absent"
+    )
+    cann: str | None = Field(default=None, description="version of CANN, None where its version file is absent")
     device: Literal["CPU", "Ascend"]
     device_reason: str = Field(description="why this device was taken")
     probe_error: float = Field(description="largest difference of a small product on the device from NumPy's")
@@ -144,6 +148,16 @@ class ExportReport(Frozen):
     graph_inputs: dict[str, tuple[int | None, ...]] = Field(description="shape by input name, None where free")
     parity: tuple[ParityPoint, ...]
     tolerance: float
+
+
+class MindirSpec(Frozen):
+    """What a program that runs the MindIR has to know; `mindtune.json` beside it."""
+
+    format_version: Literal[1] = 1
+    graph_file: str = Field(description="the file to load; it finds its weights beside it where they are apart")
+    cache_length: int = Field(description="tokens that the KV cache holds, prompt and answer together")
+    prefill_chunk: int = Field(description="tokens of a prompt that go through the graph at once")
+    vocabulary: int = Field(description="logits per token; ids lie below it")
 
 
 class Answer(Frozen):

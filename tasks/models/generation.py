@@ -1,0 +1,244 @@
+"""Generating text, token by token, from any model with a KV cache: sampling, prompts in chunks, stopping, timing.
+
+A model comes in as a *step*: token ids (1, T) and their positions (T,) in, logits (T, V) out, its cache inside. It is
+only called with two lengths, `prefill_chunk` and 1, because a graph of free length pays 0.2 to 0.6 s and memory for
+each new one.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.errors import ConfigError, InputError, StageError
+from schemas.reports import MindirSpec
+
+if TYPE_CHECKING:
+    from tasks.models.decoder import Decoder
+
+Ids = NDArray[np.int32]
+Logits = NDArray[np.float32]
+Step = Callable[[Ids, Ids], Logits]
+
+SPEC_FILE = "mindtune.json"
+ROUNDING = 1e-12  # a sum of probabilities reaches top_p although rounding left it this much short
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One answer.
+
+    Args:
+        ids: the new tokens, without the stop token.
+        first_token_seconds: from the call to the first token, the whole prompt included.
+        decode_seconds: from the first token to the last.
+        stopped: whether a stop token ended it, not the length.
+    """
+
+    ids: tuple[int, ...]
+    first_token_seconds: float
+    decode_seconds: float
+    stopped: bool
+
+    @property
+    def decoded(self) -> int:
+        """Tokens made in `decode_seconds`: all but the first, and the stop token too."""
+        return len(self.ids) - 1 + self.stopped
+
+
+def check_settings(temperature: float, top_p: float) -> None:
+    """Refuse settings that give no distribution to draw from.
+
+    Raises:
+        ConfigError: temperature is below 0 or not finite; top_p is not above 0 and at most 1.
+    """
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError("generate.setting", name="temperature", wanted="a number from 0 on", value=temperature)
+    if not 0 < top_p <= 1:
+        raise ConfigError("generate.setting", name="top_p", wanted="above 0 and at most 1", value=top_p)
+
+
+def sample(logits: NDArray[Any], temperature: float, top_p: float, random: np.random.Generator) -> int:
+    """Draw one token.
+
+    The logits are divided by the temperature first; then the smallest set of most likely tokens whose probabilities sum
+    up to top_p is kept, at least one. Tokens of equal probability are kept in the order of their ids.
+
+    Args:
+        logits: (V,), any float type; -inf forbids a token.
+        temperature: 0 takes the most likely token, the first of equal ones.
+        top_p: 1 keeps all tokens.
+        random: gives one uniform number a call, none when the temperature is 0.
+    Raises:
+        ConfigError: see `check_settings`.
+        StageError: a logit is NaN or +inf, or all are -inf.
+    """
+    check_settings(temperature, top_p)
+    scores = np.asarray(logits, dtype=np.float64)
+    best = scores.max()
+    if not math.isfinite(best):  # the largest is NaN if any is
+        raise StageError("generate.not_finite", value=best)
+    if temperature == 0:
+        return int(scores.argmax())
+    with np.errstate(over="ignore"):  # a tiny temperature makes -inf of the others, and exp(-inf) is right: 0
+        weights = np.exp((scores - best) / temperature)
+    probabilities = weights / weights.sum()
+    if top_p == 1:
+        return _draw(np.cumsum(probabilities), random)
+    order = np.argsort(-probabilities, kind="stable")
+    sums = np.cumsum(probabilities[order])
+    kept = int(np.searchsorted(sums, top_p * (1 - ROUNDING))) + 1
+    return int(order[_draw(sums[:kept], random)])
+
+
+def _draw(sums: NDArray[np.float64], random: np.random.Generator) -> int:
+    """An index, with probability in proportion to its share of the running sums; never one of share 0."""
+    point = random.random() * sums[-1]
+    return int(np.searchsorted(sums, min(point, np.nextafter(sums[-1], 0)), side="right"))
+
+
+class Generator:
+    """Answers prompts with one model, one at a time: the KV cache belongs to the answer being made.
+
+    Args:
+        step: the model; see the module.
+        cache_length: tokens that its cache holds, prompt and answer together.
+        prefill_chunk: tokens of a prompt that go through it at once.
+        vocabulary: V.
+    """
+
+    def __init__(self, step: Step, *, cache_length: int, prefill_chunk: int, vocabulary: int) -> None:
+        self.cache_length = cache_length
+        self.prefill_chunk = prefill_chunk
+        self.vocabulary = vocabulary
+        self._step = step
+
+    @classmethod
+    def from_mindir(cls, folder: Path) -> Self:
+        """The model that the stage `export` left in a folder, compiled for both lengths."""
+        import mindspore
+
+        spec = MindirSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+        graph = mindspore.nn.GraphCell(mindspore.load(str(folder / spec.graph_file)))
+        return cls(
+            _step_of(graph),
+            cache_length=spec.cache_length,
+            prefill_chunk=spec.prefill_chunk,
+            vocabulary=spec.vocabulary,
+        )._compiled()
+
+    @classmethod
+    def from_decoder(cls, decoder: "Decoder", cache_length: int, prefill_chunk: int) -> Self:
+        """A decoder, with or without adapter, sharing its weights; compiled for both lengths."""
+        from tasks.models.cached import CachedDecoder
+
+        return cls(
+            _step_of(CachedDecoder(decoder, cache_length, prefill_chunk)),
+            cache_length=cache_length,
+            prefill_chunk=prefill_chunk,
+            vocabulary=decoder.spec.vocabulary,
+        )._compiled()
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        """Logits (T, V) after each token of a text, from an empty cache.
+
+        Raises:
+            InputError: no token, an id outside the vocabulary, or more tokens than the cache holds.
+        """
+        return np.concatenate(list(self.prefill(ids)))
+
+    def prefill(self, ids: Sequence[int]) -> Iterator[Logits]:
+        """Start the cache anew with a text; gives the logits (n, V) of each chunk's n tokens, in order.
+
+        The cache holds the text once the last chunk was taken. The last chunk is padded; what the padding leaves in the
+        cache is at later positions, which no token looks at before they are overwritten.
+
+        Raises:
+            InputError: no token, an id outside the vocabulary, or more tokens than the cache holds.
+        """
+        self._check(ids, 0)
+        chunk = self.prefill_chunk
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            padded = np.zeros((1, chunk), np.int32)
+            padded[0, : len(part)] = part
+            yield self._step(padded, np.arange(start, start + chunk, dtype=np.int32))[: len(part)]
+
+    def decode(self, token: int, position: int) -> Logits:
+        """Add one token to the cache, at the position after those it holds; gives the logits (V,) after it."""
+        return self._step(np.array([[token]], np.int32), np.array([position], np.int32))[0]
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> Generated:
+        """Go on with a prompt until a stop token or the length.
+
+        Args:
+            ids: the prompt.
+            max_new_tokens: at least 1.
+            seed: the same seed and logits give the same answer.
+            stop_ids: tokens that end the answer.
+        Raises:
+            ConfigError: a setting is out of range.
+            InputError: the prompt is empty, holds an id outside the vocabulary, or does not fit the cache together with
+                the new tokens.
+            StageError: the model's logits are not finite.
+        """
+        check_settings(temperature, top_p)
+        if max_new_tokens < 1:
+            raise ConfigError("generate.setting", name="max_new_tokens", wanted="at least 1", value=max_new_tokens)
+        self._check(ids, max_new_tokens)
+        random = np.random.Generator(np.random.Philox(seed))
+        began = time.perf_counter()
+        for chunk in self.prefill(ids):
+            logits = chunk[-1]
+        new = [sample(logits, temperature, top_p, random)]
+        first = time.perf_counter()
+        while new[-1] not in stop_ids and len(new) < max_new_tokens:
+            logits = self.decode(new[-1], len(ids) + len(new) - 1)
+            new.append(sample(logits, temperature, top_p, random))
+        stopped = new[-1] in stop_ids
+        return Generated(
+            ids=tuple(new[:-1] if stopped else new),
+            first_token_seconds=first - began,
+            decode_seconds=time.perf_counter() - first,
+            stopped=stopped,
+        )
+
+    def _check(self, ids: Sequence[int], new: int) -> None:
+        if len(ids) == 0:
+            raise InputError("generate.setting", name="the prompt", wanted="at least one token long", value="empty")
+        largest = self.vocabulary - 1
+        wrong = next((token for token in ids if not 0 <= token <= largest), None)
+        if wrong is not None:
+            raise InputError("generate.setting", name="a token of the prompt", wanted=f"0 to {largest}", value=wrong)
+        if len(ids) + new > self.cache_length:
+            raise InputError("generate.too_long", prompt=len(ids), new=new, cache=self.cache_length)
+
+    def _compiled(self) -> Self:
+        """Call both lengths once, so that no answer's time holds the compilation."""
+        list(self.prefill([0]))
+        self.decode(0, 1)
+        return self
+
+
+def _step_of(cell: Any) -> Step:
+    """A MindSpore Cell as a step between NumPy arrays."""
+    import mindspore
+
+    def step(ids: Ids, positions: Ids) -> Logits:
+        logits: Logits = cell(mindspore.Tensor(ids), mindspore.Tensor(positions)).asnumpy()
+        return logits
+
+    return step
