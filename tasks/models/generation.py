@@ -218,11 +218,11 @@ class Generator:
 
     def _check(self, ids: Sequence[int], new: int) -> None:
         if len(ids) == 0:
-            raise InputError("generate.setting", name="the prompt", wanted="at least one token long", value="empty")
+            raise InputError("generate.setting", name="The prompt", wanted="at least one token long", value="empty")
         largest = self.vocabulary - 1
         wrong = next((token for token in ids if not 0 <= token <= largest), None)
         if wrong is not None:
-            raise InputError("generate.setting", name="a token of the prompt", wanted=f"0 to {largest}", value=wrong)
+            raise InputError("generate.setting", name="A token of the prompt", wanted=f"0 to {largest}", value=wrong)
         if len(ids) + new > self.cache_length:
             raise InputError("generate.too_long", prompt=len(ids), new=new, cache=self.cache_length)
 

@@ -1,0 +1,246 @@
+"""Sampling, and the loop over a cached model, with a model that is a few lines of NumPy."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from schemas.errors import ConfigError, InputError, StageError
+from tasks.models.generation import Generator, sample
+
+VOCABULARY = 11
+CACHE = 16
+CHUNK = 4
+
+
+def draws(logits, temperature, top_p, count=2000):
+    random = np.random.default_rng(5)
+    return np.array([sample(np.array(logits, np.float32), temperature, top_p, random) for _ in range(count)])
+
+
+def softmax(logits):
+    weights = np.exp(np.array(logits) - np.max(logits))
+    return weights / weights.sum()
+
+
+class Remembering:
+    """A cached model whose logits after a token are a function of all tokens up to it, and that notes its calls."""
+
+    def __init__(self):
+        self.rows = np.full(CACHE, 10**6)  # stale rows are loud
+        self.calls = []
+
+    def __call__(self, ids, positions):
+        assert ids.dtype == positions.dtype == np.int32
+        self.calls.append(ids.shape[1])
+        self.rows[positions] = ids[0]
+        return np.stack([self.after(self.rows[: position + 1]) for position in positions])
+
+    @staticmethod
+    def after(tokens):
+        # the position counts, so that order matters; the argmax is spread over the vocabulary
+        state = int(sum((place + 3) * (int(token) + 1) for place, token in enumerate(tokens)))
+        return np.cos(np.arange(VOCABULARY) * 1.7 + state).astype(np.float32)
+
+
+@pytest.fixture
+def model():
+    return Remembering()
+
+
+@pytest.fixture
+def generator(model):
+    return Generator(model, cache_length=CACHE, prefill_chunk=CHUNK, vocabulary=VOCABULARY)
+
+
+def greedy(ids, count):
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(Remembering.after(ids).argmax()))
+    return tuple(ids[-count:])
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature", "top_p", "kept"),
+    [
+        ([1.5, 0.5, -0.2, -2.0], 1.0, 0.9, [0, 1, 2]),
+        ([1.5, 0.5, -0.2, -2.0], 1.0, 1.0, [0, 1, 2, 3]),
+        ([1.5, 0.5, -0.2, -2.0], 1.0, 1e-9, [0]),
+        ([-2.0, 1.5, -0.2, 0.5], 1.0, 0.9, [1, 2, 3]),  # by likelihood, not by id
+        ([1.5, 0.5, -0.2, -2.0], 3.0, 0.85, [0, 1, 2]),
+        ([1.5, 0.5, -0.2, -2.0], 0.4, 0.85, [0]),  # the temperature comes first: 0.91 on token 0
+        ([0.0] * 10, 1.0, 0.8, range(8)),  # ten times 0.1: rounding keeps neither 7 nor 9
+        ([np.log(0.5), np.log(0.25), np.log(0.25)], 1.0, 0.5, [0]),  # reaches it exactly
+    ],
+)
+def test_draws_follow_the_smallest_likely_set_that_reaches_top_p(logits, temperature, top_p, kept):
+    found = draws(logits, temperature, top_p)
+    probabilities = softmax(np.array(logits) / temperature)
+    wanted = np.where(np.isin(np.arange(len(logits)), list(kept)), probabilities, 0)
+    frequencies = np.bincount(found, minlength=len(logits)) / len(found)
+    assert set(found.tolist()) <= set(kept)
+    np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=0.04)
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature", "only"),
+    [
+        ([3e38, 2.9e38, -3e38], 1.0, 0),
+        ([1.0, 1.01, 0.0], 1e-6, 1),
+        ([1.0, 1.01, 0.0], 5e-324, 1),  # the smallest number above 0
+        ([-np.inf, 4.0, -np.inf], 0.7, 1),
+        ([0.0, 60.0, 0.0], 1.0, 1),
+    ],
+)
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_extreme_logits_and_temperatures_stay_certain(logits, temperature, only, top_p):
+    assert set(draws(logits, temperature, top_p, 50).tolist()) == {only}
+
+
+def test_a_forbidden_token_is_never_drawn_even_at_the_edges_of_the_uniform_number():
+    class Edge:
+        def __init__(self, value):
+            self.value = value
+
+        def random(self):
+            return self.value
+
+    for value in (0.0, 1 - 2.0**-53):
+        for top_p in (0.999, 1.0):
+            assert sample(np.array([-np.inf, 0.0, 0.3, -np.inf]), 1.0, top_p, Edge(value)) in (1, 2)
+
+
+def test_temperature_zero_takes_the_first_of_the_largest_and_draws_nothing():
+    assert sample(np.array([1.0, 7.0, 7.0], np.float16), 0, 0.9, None) == 1
+
+
+def test_the_same_seed_gives_the_same_draws():
+    logits = np.linspace(0, 1, 50)
+    first, again, other = (
+        [sample(logits, 1.0, 0.9, random) for _ in range(20)] for random in map(np.random.default_rng, (1, 1, 2))
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "message"),
+    [
+        (-0.5, 1.0, "temperature must be a number from 0 on, but is -0.5"),
+        (float("nan"), 1.0, "temperature must be a number from 0 on, but is nan"),
+        (float("inf"), 1.0, "temperature must be a number from 0 on, but is inf"),
+        (0.0, 0.0, "top_p must be above 0 and at most 1, but is 0.0"),
+        (1.0, 1.0001, "top_p must be above 0 and at most 1, but is 1.0001"),
+        (1.0, float("nan"), "top_p must be above 0 and at most 1, but is nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(generator, temperature, top_p, message):
+    with pytest.raises(ConfigError, match=message):
+        sample(np.zeros(3), temperature, top_p, np.random.default_rng(0))
+    with pytest.raises(ConfigError, match=message):
+        generator.generate([1], 2, temperature, top_p)
+
+
+@pytest.mark.parametrize("logits", [[0.0, np.nan], [0.0, np.inf], [-np.inf, -np.inf]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_distribution_are_an_error(logits, temperature):
+    with pytest.raises(StageError, match="no token can be drawn"):
+        sample(np.array(logits), temperature, 1.0, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 16])
+def test_logits_of_a_prompt_are_those_after_each_token(generator, length):
+    ids = np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
+    wanted = np.stack([Remembering.after(ids[: end + 1]) for end in range(length)])
+    np.testing.assert_array_equal(generator.logits(ids), wanted)
+
+
+@pytest.mark.parametrize("length", [1, 4, 6])
+def test_greedy_answers_do_not_depend_on_how_the_prompt_is_cut(generator, length):
+    ids = list(range(1, length + 1))
+    answer = generator.generate(ids, CACHE - length)
+    assert answer.ids == greedy(ids, CACHE - length)
+    assert not answer.stopped
+    assert answer.decoded == len(answer.ids) - 1
+
+
+def test_an_answer_does_not_depend_on_the_one_before(generator):
+    generator.generate(list(range(9)), 7)
+    assert generator.generate([3, 1], 6).ids == greedy([3, 1], 6)
+
+
+def test_the_model_is_called_with_two_lengths_only(generator, model):
+    generator.generate([1, 2, 3, 4, 5, 6], 3)
+    generator.logits([1, 2])
+    assert model.calls == [CHUNK, CHUNK, 1, 1, CHUNK]
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(generator):
+    whole = greedy([2, 7], 8)
+    place = next(place for place in range(2, 8) if whole[place] not in whole[:place])
+    answer = generator.generate([2, 7], 8, stop_ids={whole[place]})
+    assert answer.ids == whole[:place]
+    assert answer.stopped
+    assert answer.decoded == place  # the stop token was decoded too
+
+
+def test_a_stop_token_at_once_gives_an_empty_answer(generator, model):
+    answer = generator.generate([2, 7], 8, stop_ids=greedy([2, 7], 1))
+    assert answer.ids == ()
+    assert answer.stopped
+    assert answer.decoded == 0
+    assert model.calls == [CHUNK]
+
+
+def test_a_stop_token_as_the_last_allowed_one_counts_as_stopped(generator):
+    whole = greedy([2, 7], 3)
+    assert whole[2] not in whole[:2]
+    answer = generator.generate([2, 7], 3, stop_ids=[whole[2]])
+    assert (answer.ids, answer.stopped) == (whole[:2], True)
+
+
+def test_drawn_answers_repeat_with_their_seed(generator):
+    answers = [generator.generate([1, 2], 12, 2.0, 0.9, seed).ids for seed in (3, 3, 4)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_times_cover_the_prompt_and_the_rest(generator):
+    answer = generator.generate([1, 2, 3, 4, 5], 5)
+    assert answer.first_token_seconds > 0
+    assert answer.decode_seconds > 0
+    assert generator.generate([1], 1).decoded == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_model_runs(generator, model):
+    with pytest.raises(InputError, match="prompt has 10 tokens; with 7 new ones it does not fit the KV cache of 16"):
+        generator.generate(list(range(10)), 7)
+    with pytest.raises(InputError, match="prompt has 17 tokens; with 0 new ones"):
+        generator.logits([1] * 17)
+    assert model.calls == []
+    assert len(generator.generate(list(range(10)), 6).ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "The prompt must be at least one token long, but is empty"),
+        ([1, VOCABULARY, 2], "A token of the prompt must be 0 to 10, but is 11"),
+        ([-1], "A token of the prompt must be 0 to 10, but is -1"),
+    ],
+)
+def test_unusable_prompts_are_refused(generator, ids, message):
+    with pytest.raises(InputError, match=message):
+        generator.generate(ids, 1)
+    with pytest.raises(InputError, match=message):
+        generator.logits(ids)
+
+
+def test_an_answer_of_no_tokens_is_refused(generator):
+    with pytest.raises(ConfigError, match="max_new_tokens must be at least 1, but is 0"):
+        generator.generate([1], 0)
+
+
+def test_the_model_of_these_tests_answers_variedly():
+    """Without this the tests above would pass for a model that always says the same."""
+    answer = greedy([2, 7], 12)
+    assert len(set(answer)) > 5
+    assert any(one != other for one, other in pairwise(answer))
