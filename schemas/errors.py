@@ -41,6 +41,10 @@ class MindtuneError(Exception):
         self.facts = facts
         super().__init__(self.message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled whole: Prefect keeps the exceptions of failed tasks."""
+        return _restore, (type(self), self.__dict__.copy(), self.args)
+
     @property
     def message(self) -> str:
         """What was wrong, the value, and what was expected."""
@@ -54,6 +58,12 @@ class MindtuneError(Exception):
     def as_document(self) -> dict[str, Any]:
         """The form that `--json` prints and that a child process hands to its parent."""
         return {"code": self.code, "message": self.message, "stage": self.stage, "hint": self.hint}
+
+
+def _restore(kind: type[MindtuneError], state: dict[str, Any], args: tuple[Any, ...]) -> MindtuneError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(MindtuneError, ValueError):

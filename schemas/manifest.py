@@ -99,6 +99,13 @@ class StageOutcome(Frozen):
     metrics: Metrics = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict, description="digest of each earlier artifact it was made from")
 
+    @property
+    def ref(self) -> ArtifactRef | None:
+        """The artifact, or None when the stage left none."""
+        if self.key is None or self.digest is None:
+            return None
+        return ArtifactRef(stage=self.stage, key=self.key, digest=self.digest, location=f"{self.stage}/{self.key}")
+
 
 class RunRecord(Frozen):
     """A run: its configuration, and which artifact each stage has."""

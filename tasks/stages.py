@@ -38,6 +38,7 @@ class Stage:
         libraries: packages whose version can change its output.
         on_device: whether the device kind can change its output.
         title: what it does, for people.
+        saves_its_work: whether it polls `stop_requested` and leaves a checkpoint.
     """
 
     name: StageName
@@ -48,6 +49,7 @@ class Stage:
     libraries: tuple[str, ...]
     on_device: bool
     title: str
+    saves_its_work: bool = False
 
 
 _NUMERIC = ("mindspore", "numpy", "safetensors")
@@ -66,7 +68,17 @@ STAGES: dict[StageName, Stage] = {
             False,
             "turn records into token shards",
         ),
-        Stage("train", 1, ("train",), ("tokenize",), ("base",), (*_NUMERIC, "pyarrow"), True, "train the LoRA adapter"),
+        Stage(
+            "train",
+            1,
+            ("train",),
+            ("tokenize",),
+            ("base",),
+            (*_NUMERIC, "pyarrow"),
+            True,
+            "train the LoRA adapter",
+            saves_its_work=True,
+        ),
         Stage("merge", 1, ("merge",), ("train",), ("base", "tokenizer"), _NUMERIC, True, "add the adapter to the base"),
         Stage("export", 1, ("export",), ("merge",), (), _NUMERIC, True, "compile the model to MindIR"),
         Stage(

@@ -1,0 +1,287 @@
+"""The command line: arguments to a configuration, to a run, to one answer.
+
+Standard output holds the answer (with `--json` exactly one JSON document), standard error the log. Exit codes: 0 done,
+1 failed, 2 bad arguments or configuration, 3 environment not fit.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flows import view
+from flows.run import run_job, run_stage
+from flows.settings import artifact_root, load_config
+from flows.terminal import log_to_terminal
+from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
+from schemas.manifest import ArtifactRef, RunRecord, StageName
+from tasks.plan import Planner, check_inputs, explain
+from tasks.stages import STAGES
+from tasks.store import Store
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+artifacts_app = typer.Typer(no_args_is_help=True, help="Look at the artifact store.")
+app.add_typer(artifacts_app, name="artifacts")
+
+StageChoice = StrEnum("StageChoice", {name: name for name in STAGES})  # type: ignore[misc]
+
+
+class DeviceOption(StrEnum):
+    """Where to compute."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    ASCEND = "ascend"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting, e.g. train.epochs=2")
+]
+RunName = Annotated[str, typer.Option("--run", help="A run's name, or `latest`.")]
+Source = Annotated[str, typer.Argument(metavar="PRESET|FILE.yaml", help="A preset's name or a configuration file.")]
+Device = Annotated[DeviceOption | None, typer.Option("--device", help="Shorthand for --set env.device=...")]
+
+
+@app.callback()
+def common(
+    artifacts: Annotated[
+        Path | None, typer.Option("--artifacts", help="Artifact root, instead of MINDTUNE_ARTIFACTS.")
+    ] = None,
+) -> None:
+    """Fine-tuning on Ascend NPUs with MindSpore, as Prefect flows of typed, cached stages."""
+    if artifacts is not None:
+        os.environ["MINDTUNE_ARTIFACTS"] = str(artifacts.resolve())
+
+
+@app.command()
+def run(
+    source: Source,
+    settings: Settings = None,
+    device: Device = None,
+    accept_code: Annotated[
+        bool, typer.Option("--accept-code", help="Reuse what only a change of code would make again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a job: reuse every stage that can be, make the rest."""
+
+    def work() -> RunRecord:
+        config = load_config(source, _overrides(settings, device))
+        return run_job(config, source, Path(source).stem, accept_code)
+
+    _answer_with_run(work, as_json)
+
+
+@app.command()
+def stage(
+    name: Annotated[StageChoice, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
+    run: RunName = "latest",
+    settings: Settings = None,
+    force: Annotated[bool, typer.Option("--force", help="Make it again although it could be reused.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run one stage of a run again, from the artifacts that the run has for the stages before it."""
+    chosen: StageName = name.value
+    _answer_with_run(lambda: run_stage(artifact_root(), run, chosen, settings or [], force), as_json, only=chosen)
+
+
+@app.command()
+def plan(source: Source, settings: Settings = None, device: Device = None, as_json: Json = False) -> None:
+    """Show what would run or be reused, and why; runs nothing."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        config = load_config(source, _overrides(settings, device))
+        check_inputs(config)
+        root = artifact_root(config)
+        decisions = Planner(Store(root), config).plan()
+        return view.plan_document(decisions, str(root)), view.plan_table(decisions)
+
+    _answer(work, as_json)
+
+
+@app.command()
+def runs(as_json: Json = False) -> None:
+    """List the runs, newest first."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        store = Store(artifact_root())
+        records = [store.read_run(name) for name in reversed(store.run_names())]
+        return view.runs_document(records), view.runs_table(records)
+
+    _answer(work, as_json)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or `latest`.")] = "latest",
+    as_json: Json = False,
+) -> None:
+    """Show one run: its stages, what is stale, its metrics, where its files lie."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        record = Store(artifact_root()).read_run(run)
+        return {**view.run_document(record), "config": record.config.model_dump(mode="json")}, record
+
+    _answer(work, as_json)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", help="The instruction to answer.")],
+    run: RunName = "latest",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the probability that is kept, above 0 to 1.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Answer a prompt with the MindIR of a run."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        from tasks.answer import answer
+
+        store = Store(artifact_root())
+        record = store.read_run(run)
+        outcome = record.outcome("export")
+        if outcome is None or outcome.ref is None:
+            raise StoreError(
+                "store.not_ready", run=record.run, stage="export", wanted_by="generate", why="it has not been made"
+            )
+        document = answer(
+            store.open(outcome.ref),
+            record.config.tokenize.template,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        return {"run": record.run, **document}, document["text"]
+
+    _answer(work, as_json)
+
+
+@artifacts_app.command("list")
+def list_artifacts(as_json: Json = False) -> None:
+    """List the artifacts of all stages, with their sizes."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        store = Store(artifact_root())
+        found, broken = [], []
+        for name, folder in store.artifact_folders():
+            ref, problem = store.find(name, folder.name)
+            if ref is None:
+                broken.append({"stage": name, "key": folder.name, "problem": problem})
+            else:
+                found.append(view.artifact_document(ref, store.read_manifest(folder)))
+        return {"artifacts": found, "unusable": broken}, view.artifacts_table(found, broken)
+
+    _answer(work, as_json)
+
+
+@artifacts_app.command()
+def verify(as_json: Json = False) -> None:
+    """Check every file of every artifact by its digest; exit code 1 when something is damaged."""
+    damaged: list[dict[str, str]] = []
+
+    def work() -> tuple[dict[str, Any], Any]:
+        store = Store(artifact_root())
+        whole = 0
+        for name, folder in store.artifact_folders():
+            ref, problem = store.find(name, folder.name, deep=True)
+            if ref is None:
+                damaged.append({"stage": name, "path": str(folder), "problem": problem})
+            else:
+                whole += 1
+        lines = [f"[red]{item['stage']}[/] {item['problem']}" for item in damaged]
+        return {"whole": whole, "damaged": damaged}, "\n".join([*lines, f"{whole} whole, {len(damaged)} damaged"])
+
+    _answer(work, as_json)
+    if damaged:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@artifacts_app.command()
+def why(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or `latest`.")],
+    name: Annotated[StageChoice, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
+    as_json: Json = False,
+) -> None:
+    """Show which part of a stage's key differed from the nearest earlier artifact."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        store = Store(artifact_root())
+        record = store.read_run(run)
+        outcome = record.outcome(name.value)
+        ref: ArtifactRef | None = outcome.ref if outcome else None
+        if ref is None:
+            raise StoreError(
+                "store.not_ready", run=record.run, stage=name.value, wanted_by="why", why="it has not been made"
+            )
+        manifest, nearest, changes = explain(store, ref)
+        lines = [f"{manifest.stage} {manifest.key[:12]} was made by {manifest.run}"]
+        if nearest is None:
+            lines.append("there was no earlier artifact of this stage")
+        else:
+            lines.append(f"nearest earlier artifact: {nearest.key[:12]}, made by {nearest.run}; what differs:")
+            lines += [f"  {change}" for change in changes]
+        return view.why_document(manifest, nearest, changes), "\n".join(lines)
+
+    _answer(work, as_json)
+
+
+def _overrides(settings: list[str] | None, device: DeviceOption | None) -> list[str]:
+    return [*(settings or []), *([f"env.device={device.value}"] if device else [])]
+
+
+def _answer_with_run(work: Callable[[], RunRecord], as_json: bool, only: StageName | None = None) -> None:
+    def document() -> tuple[dict[str, Any], Any]:
+        record = work()
+        return view.run_document(record, only), record
+
+    _answer(document, as_json)
+
+
+def _answer(work: Callable[[], tuple[dict[str, Any], Any]], as_json: bool) -> None:
+    """Do the work and print its answer or its error; the one place where exit codes are set."""
+    log_to_terminal()
+    try:
+        document, shown = work()
+    except MindtuneError as error:
+        _fail(error, as_json)
+    except OSError as error:
+        _fail(MindtuneError("io.failed", problem=error), as_json)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    else:
+        if as_json:
+            sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+            return
+        console = Console()
+        if isinstance(shown, RunRecord):
+            view.print_run(console, shown)
+        else:
+            console.print(shown, markup=not isinstance(shown, str) or shown.startswith("["))
+
+
+def _fail(error: MindtuneError, as_json: bool) -> None:
+    logging.getLogger("mindtune").debug("failed", exc_info=error)
+    if as_json:
+        sys.stdout.write(json.dumps({"error": error.as_document()}, ensure_ascii=False, indent=1) + "\n")
+    place = f"{error.stage}: " if error.stage else ""
+    Console(stderr=True).print(f"[bold red]error[/] [dim]{error.code}[/]\n", end="")
+    sys.stderr.write(f"{place}{error.message}\n{error.hint}\n")
+    raise typer.Exit(error.exit_code)
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,115 @@
+"""Prefect without a server of the user's: a private one for the time of a run, with a home below the artifact root.
+
+Prefect 3.9.1 starts such a server by itself, but it is left running when the process that started it is killed, and it
+loses task-run records at the end (PrefectHQ/prefect, `SubprocessASGIServer`). The one started here dies with its parent.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from schemas.errors import HostError
+from tasks.child import die_with_parent
+
+START_SECONDS = 90.0
+
+
+def configured_server() -> str | None:
+    """The API address that the user has configured, by PREFECT_API_URL or by the active Prefect profile."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    home = Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    try:
+        profiles = tomllib.loads((home / "profiles.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+    active = os.environ.get("PREFECT_PROFILE", profiles.get("active", ""))
+    url = profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    return str(url) if url else None
+
+
+@contextlib.contextmanager
+def prefect_api(root: Path) -> Iterator[None]:
+    """Have a Prefect API to run flows on: the configured server, else an embedded one. Import Prefect inside only.
+
+    Args:
+        root: artifact root; the embedded server keeps its database in `prefect-home` below it.
+
+    Raises:
+        HostError: the embedded server does not come up (prefect.no_server).
+    """
+    if configured_server():
+        yield
+        return
+    home = root / "prefect-home"
+    home.mkdir(parents=True, exist_ok=True)
+    os.environ.update(
+        PREFECT_HOME=str(home),
+        PREFECT_SERVER_ANALYTICS_ENABLED="false",
+        DO_NOT_TRACK="1",
+        PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
+        PREFECT_SERVER_LOGGING_LEVEL="ERROR",
+    )
+    with (home / "start.lock").open("w") as lock, (home / "server.log").open("ab") as output:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two servers at once would both create the database
+        port = _free_port()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "flows.embedded", str(os.getpid()), str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_healthy(server, port, home)
+        except BaseException:
+            server.kill()
+            server.wait()
+            raise
+    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    try:
+        yield
+    finally:
+        del os.environ["PREFECT_API_URL"]
+        server.terminate()
+        try:
+            server.wait(5)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], port: int, home: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise HostError("prefect.no_server", seconds=START_SECONDS, log=home / "server.log")
+
+
+def _serve(parent: int, port: int) -> None:
+    die_with_parent(parent)
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
+    os.execv(sys.executable, command)  # the wish to die with the parent survives exec
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,182 @@
+"""From a preset or a file, and `--set`, to a configuration: nothing else decides what a run is made with."""
+
+import difflib
+import os
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from schemas.config import LlmConfig
+from schemas.errors import ConfigError
+from schemas.manifest import StageName
+from tasks.stages import STAGES
+
+PRESETS = Path(__file__).parent / "presets"
+PROJECT = Path(__file__).parent.parent
+PATH_FIELDS = (("model", "base"), ("model", "tokenizer"), ("data", "train"), ("data", "validation"), ("artifacts",))
+
+
+def preset_names() -> list[str]:
+    """The names of the presets that come with mindtune."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> LlmConfig:
+    """The configuration of a preset or a YAML file, with settings changed.
+
+    Args:
+        name: preset name or path of a YAML file. Paths in it are relative to it; `${MINDTUNE_DATA}` and other
+            environment variables are filled in.
+        overrides: `path.to.field=value` texts; the value is YAML, its paths are relative to the working folder.
+
+    Raises:
+        ConfigError: no such preset or file, not a YAML mapping, or not a valid configuration.
+    """
+    path = PRESETS / f"{name}.yaml"
+    if name not in preset_names():
+        path = Path(name)
+        if not path.is_file():
+            known = preset_names()
+            close = difflib.get_close_matches(name, known, n=1)
+            suggestion = f"Did you mean {close[0]}?" if close else "Name one of them, or the path of a YAML file."
+            raise ConfigError("config.unknown_preset", name=name, known=", ".join(known), suggestion=suggestion)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("config.not_yaml", path=path, problem=" ".join(str(error).split())) from error
+    if not isinstance(values, dict):
+        raise ConfigError("config.not_yaml", path=path, problem=f"it holds a {type(values).__name__}")
+    _resolve_paths(values, path.resolve().parent)
+    return validate(merge(values, parse_overrides(overrides)), source=name)
+
+
+def change_config(config: LlmConfig, overrides: Sequence[str]) -> LlmConfig:
+    """A configuration with settings changed.
+
+    Raises:
+        ConfigError: an override is malformed, or the result is not valid.
+    """
+    return validate(merge(config.model_dump(mode="json"), parse_overrides(overrides)), source="with --set")
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`path.to.field=value` texts as one nested mapping.
+
+    Raises:
+        ConfigError: a text is not of that form.
+    """
+    values: dict[str, Any] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        parts = name.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError("config.bad_override", text=text)
+        try:
+            parsed: Any = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError("config.bad_override", text=text) from error
+        for part in reversed(parts):
+            parsed = {part: parsed}
+        values = merge(values, parsed)
+    _resolve_paths(values, Path.cwd())
+    return values
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings laid over each other; a value that is no mapping replaces the old one."""
+    merged = dict(old)
+    for name, value in new.items():
+        below = merged.get(name)
+        merged[name] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def validate(values: Mapping[str, Any], source: str) -> LlmConfig:
+    """A configuration out of plain values.
+
+    Raises:
+        ConfigError: with every problem on its own line, by field.
+    """
+    try:
+        return LlmConfig.model_validate(values)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_problem(item)}" for item in error.errors(include_url=False))
+        raise ConfigError("config.invalid", source=source, problems=problems) from error
+
+
+def check_overrides_belong(overrides: Sequence[str], stage: StageName) -> None:
+    """Refuse settings of earlier stages when one stage is run again: their artifacts are pinned.
+
+    Raises:
+        ConfigError: config.upstream_override.
+    """
+    order = list(STAGES)
+    for section, fields in parse_overrides(overrides).items():
+        # the base model's folder holds the tokenizer as well, so `model` counts from the stage that reads it first
+        owner = next(
+            (
+                other.name
+                for other in STAGES.values()
+                if section in other.sections or (section == "model" and "tokenizer" in other.sources)
+            ),
+            None,
+        )
+        if owner is not None and order.index(owner) < order.index(stage):
+            field = f"{section}.{next(iter(fields))}" if isinstance(fields, dict) else section
+            raise ConfigError("config.upstream_override", field=field, owner=owner, stage=stage)
+
+
+def artifact_root(config: LlmConfig | None = None) -> Path:
+    """The artifact root: the configuration's, else MINDTUNE_ARTIFACTS, else `artifacts` of the project."""
+    chosen = (config.artifacts if config else None) or os.environ.get("MINDTUNE_ARTIFACTS")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    project = PROJECT if (PROJECT / "pyproject.toml").is_file() else Path.cwd()
+    return project / "artifacts"
+
+
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    """Make the paths in plain configuration values absolute, in place."""
+    for field in PATH_FIELDS:
+        parent: Any = values
+        for part in field[:-1]:
+            parent = parent.get(part) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict) or field[-1] not in parent:
+            continue
+        value = parent[field[-1]]
+        if isinstance(value, str):
+            parent[field[-1]] = _absolute(value, folder) if field[0] != "data" else [_absolute(value, folder)]
+        elif isinstance(value, list):
+            parent[field[-1]] = [_absolute(item, folder) if isinstance(item, str) else item for item in value]
+
+
+def _absolute(text: str, folder: Path) -> str:
+    variables = {"MINDTUNE_DATA": str(PROJECT.parent / "shared" / "data"), **os.environ}
+    filled = string.Template(text).safe_substitute(variables)
+    return os.path.normpath(folder / Path(filled).expanduser()) if filled.strip() else filled
+
+
+def _problem(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"]) or "(the whole)"
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(item["loc"][:-1])
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        return f"{place}: unknown setting" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
+    if item["type"] == "missing":
+        return f"{place}: missing"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error" and isinstance(item["input"], dict):
+        return f"{place}: {message}"
+    return f"{place}: {message} (got {item['input']!r})"
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    model: Any = LlmConfig
+    for part in location:
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        model = field.annotation if field else None
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
