@@ -171,7 +171,8 @@ class Generator:
 
     def decode(self, token: int, position: int) -> Logits:
         """Add one token to the cache, at the position after those it holds; gives the logits (V,) after it."""
-        return self._step(np.array([[token]], np.int32), np.array([position], np.int32))[0]
+        logits: Logits = self._step(np.array([[token]], np.int32), np.array([position], np.int32))[0]
+        return logits
 
     def generate(
         self,
