@@ -15,19 +15,9 @@ from schemas.errors import InputError
 from tasks.data.sources import list_files
 from tasks.environment import host_fingerprint
 from tasks.files import digest_of, sha256_file, write_atomically
+from tasks.tokenizer_files import TOKENIZER_FILES
 
 SETTLED_SECONDS = 2.0
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-)
 TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
