@@ -174,13 +174,15 @@ class Speed(Frozen):
 
     first_token_seconds: float = Field(description="median over the prompts, graph already compiled")
     tokens_per_second: float = Field(description="decoded tokens over the time after the first token")
-    peak_memory_bytes: int
+    peak_memory_bytes: int = Field(description="of the process, main memory, with the MindIR alone loaded")
 
 
 class EvalReport(Frozen):
     """The model before and after."""
 
-    rows: int
+    rows: int = Field(description="held-out rows that the losses are computed on")
+    rows_too_long: int = Field(description="rows left out because they are longer than the KV cache")
+    tokens: int = Field(description="label tokens of these rows; each weighs the same in the losses")
     loss_before: float
     loss_after: float
     perplexity_before: float
