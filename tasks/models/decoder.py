@@ -1,0 +1,134 @@
+"""The Llama decoder: embedding, blocks, final norm, head. One pass over whole rows, without a cache.
+
+    input_ids (B, T) -> embed_tokens -> [ + self_attn(norm) -> + mlp(norm) ] x layers -> norm -> hidden (B, T, D)
+    hidden (..., D) -> logits (..., V)
+
+Parameter names are the tensor names of a Hugging Face checkpoint.
+
+Source: Touvron et al. 2023, arXiv 2302.13971, section 2.2; modeling_llama.py of Transformers 4.57.
+"""
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+
+from tasks.models.layers import Attention, FeedForward, RMSNorm, causal_mask, dense, rotary_tables
+from tasks.models.spec import DecoderSpec
+
+
+def _tables(tokens: int, head_size: int, theta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine, sine (T, C/2) and mask (T, T), computed once when a graph for T tokens is compiled."""
+    cosine, sine = rotary_tables(tokens, head_size, theta)
+    return Tensor(cosine), Tensor(sine), Tensor(causal_mask(tokens))
+
+
+_constants = ops.constexpr(_tables)
+
+
+class Embedding(nn.Cell):
+    """A vector for each token id.
+
+    Args:
+        vocabulary: V.
+        width: D.
+    Inputs:
+        input_ids: (B, T) int32, from 0 to V - 1.
+    Outputs:
+        (B, T, D).
+    """
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.weight = Parameter(initializer("zeros", (vocabulary, width), mstype.float32), name="weight")
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """See the class."""
+        return ops.gather(self.weight, input_ids, 0)
+
+
+class Block(nn.Cell):
+    """One layer: attention, then feed-forward, each on the normed input and added to it.
+
+    Args:
+        spec: sizes.
+    Inputs:
+        x: (B, T, D).
+        cosine, sine: (T, C/2).
+        mask: (T, T).
+    Outputs:
+        (B, T, D).
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.mlp = FeedForward(spec)
+
+    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor) -> Tensor:
+        """See the class."""
+        x = x + self.self_attn(self.input_layernorm(x), cosine, sine, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Cell):
+    """All of the decoder but the head; a part of its own because the tensors are named `model.*`.
+
+    Args:
+        spec: sizes.
+    Inputs:
+        input_ids: (B, T) int32.
+    Outputs:
+        (B, T, D), after the final norm.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.head_size, self.rope_theta = spec.head_size, spec.rope_theta
+        self.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
+        self.layers = nn.CellList([Block(spec) for _ in range(spec.layers)])
+        self.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """See the class."""
+        cosine, sine, mask = _constants(input_ids.shape[1], self.head_size, self.rope_theta)
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, cosine, sine, mask)
+        return self.norm(x)
+
+
+class Decoder(nn.Cell):
+    """A Llama decoder whose weights are still to be set (see `loading.load_decoder`).
+
+    Each token sees itself and those before it. Rows that are padded on the right need no mask: what stands after a
+    token does not reach it, and the hidden states of padding are not to be used.
+
+    Args:
+        spec: sizes.
+    Inputs:
+        input_ids: (B, T) int32, from 0 to V - 1. Every new (B, T) compiles a graph of its own, seconds each.
+    Outputs:
+        (B, T, D) float32, the hidden states after the final norm; `logits` makes logits of those that are wanted.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.width = spec.hidden
+        self.tied_head = spec.tied_head
+        self.model = Trunk(spec)
+        if not spec.tied_head:
+            self.lm_head = dense(spec.hidden, spec.vocabulary)
+        self.project = ops.MatMul(transpose_b=True)
+
+    def construct(self, input_ids: Tensor) -> Tensor:
+        """See the class."""
+        return self.model(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., D); for use inside the construct of another Cell."""
+        weight = self.model.embed_tokens.weight if self.tied_head else self.lm_head.weight  # (V, D)
+        flat = self.project(hidden.reshape(-1, self.width), weight)  # (all, V)
+        return flat.reshape((*hidden.shape[:-1], -1))

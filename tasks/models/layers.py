@@ -1,0 +1,167 @@
+"""The parts of a Llama decoder: norm, rotary positions, attention, feed-forward. Names follow the Hugging Face tensors.
+
+Weights start at zero and are set by `loading`; a Dense with weight_init="zeros" takes no time and no memory until then.
+"""
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore.common.initializer import initializer
+from numpy.typing import NDArray
+
+from tasks.models.spec import DecoderSpec
+
+MASKED = -1e9  # added to a score: its weight becomes exactly 0, and unlike -inf it can't turn into NaN
+
+
+def dense(in_channels: int, out_channels: int) -> nn.Dense:
+    """A linear layer without bias, weight (out_channels, in_channels) still to be set."""
+    return nn.Dense(in_channels, out_channels, weight_init="zeros", has_bias=False)
+
+
+def rotary_tables(tokens: int, head_size: int, theta: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosine and sine of the rotary angles for positions 0 to tokens - 1, each (T, C/2) float32.
+
+    Computed in float64, since float32 angles are off by up to 1e-4 at position 2000.
+
+    Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2, equation 15.
+    """
+    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)  # (C/2,)
+    angles = np.outer(np.arange(tokens), frequencies)  # (T, C/2)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def causal_mask(tokens: int) -> NDArray[np.float32]:
+    """What is added to the scores (T, T): 0 up to a token's own position, MASKED after it."""
+    return np.triu(np.full((tokens, tokens), MASKED, np.float32), k=1)
+
+
+class RMSNorm(nn.Cell):
+    """Scale each vector to a root mean square of 1, then by a weight.
+
+    Args:
+        width: D.
+        epsilon: added to the mean square.
+    Inputs:
+        x: (..., D).
+    Outputs:
+        (..., D).
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467, equation 4. Written out: ops.rms_norm has no CPU kernel in
+    MindSpore 2.7.0.
+    """
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = Parameter(initializer("zeros", (width,), mstype.float32), name="weight")
+        self.epsilon = epsilon
+
+    def construct(self, x: Tensor) -> Tensor:
+        """See the class."""
+        mean_square = ops.square(x).mean(-1, keep_dims=True)  # (..., 1)
+        return x * ops.rsqrt(mean_square + self.epsilon) * self.weight
+
+
+class Rotary(nn.Cell):
+    """Turn the pairs (i, i + C/2) of each head by an angle that grows with the position.
+
+    Inputs:
+        x: (B, T, heads, C).
+        cosine, sine: (T, C/2), see `rotary_tables`.
+    Outputs:
+        (B, T, heads, C).
+    Source: as `rotary_tables`; pairs half a head apart instead of neighbours, as in Hugging Face checkpoints, whose
+    query and key rows are ordered for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = ops.Split(axis=-1, output_num=2)
+        self.join = ops.Concat(axis=-1)
+
+    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """See the class."""
+        cosine, sine = cosine.expand_dims(1), sine.expand_dims(1)  # (T, 1, C/2)
+        first, second = self.split(x)  # (B, T, heads, C/2) each
+        return self.join((first * cosine - second * sine, second * cosine + first * sine))
+
+
+class Attention(nn.Cell):
+    """Grouped-query attention, in two parts so that a decoder with a cache can put its own keys and values between.
+
+    Args:
+        spec: sizes D, H, K, C.
+    Inputs:
+        x: (B, T, D).
+        cosine, sine: (T, C/2).
+        mask: (T, T), added to the scores.
+    Outputs:
+        (B, T, D).
+    Source: Ainslie et al. 2023, arXiv 2305.13245. Query heads of a group are put after each other along T, so that keys
+    and values need not be repeated.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.heads, self.key_value_heads, self.head_size = spec.heads, spec.key_value_heads, spec.head_size
+        self.group = spec.heads // spec.key_value_heads
+        self.scale = spec.head_size**-0.5
+        self.q_proj = dense(spec.hidden, spec.heads * spec.head_size)
+        self.k_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size)
+        self.v_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size)
+        self.o_proj = dense(spec.heads * spec.head_size, spec.hidden)
+        self.rotary = Rotary()
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.weighted_sum = ops.BatchMatMul()
+
+    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor) -> Tensor:
+        """See the class."""
+        queries, keys, values = self.project(x, cosine, sine)
+        return self.attend(queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), mask)
+
+    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, C), keys and values (B, T, K, C); queries and keys turned by their positions."""
+        batch, tokens, _ = x.shape
+        queries = self.q_proj(x).reshape(batch, tokens, self.heads, self.head_size)
+        keys = self.k_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
+        values = self.v_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
+        return self.rotary(queries, cosine, sine), self.rotary(keys, cosine, sine), values
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Mix the values and project them back to (B, T, D).
+
+        Queries are (B, T, H, C), keys and values (B, K, S, C), the mask (T, S).
+        """
+        batch, tokens, _, _ = queries.shape
+        grouped = (queries * self.scale).reshape(batch, tokens, self.key_value_heads, self.group, self.head_size)
+        grouped = grouped.transpose(0, 2, 3, 1, 4)  # (B, K, H/K, T, C)
+        grouped = grouped.reshape(batch, self.key_value_heads, self.group * tokens, self.head_size)
+        scores = self.scores(grouped, keys)  # (B, K, H/K * T, S)
+        scores = scores.reshape(batch, self.key_value_heads, self.group, tokens, keys.shape[2]) + mask
+        weights = ops.softmax(scores, -1).reshape(batch, self.key_value_heads, self.group * tokens, keys.shape[2])
+        mixed = self.weighted_sum(weights, values)  # (B, K, H/K * T, C)
+        mixed = mixed.reshape(batch, self.key_value_heads, self.group, tokens, self.head_size)
+        mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, self.heads * self.head_size)
+        return self.o_proj(mixed)
+
+
+class FeedForward(nn.Cell):
+    """The gated part of a block: down(silu(gate(x)) * up(x)).
+
+    Args:
+        spec: sizes D, F.
+    Inputs:
+        x: (B, T, D).
+    Outputs:
+        (B, T, D).
+    Source: Shazeer 2020, arXiv 2002.05202, equation 6 (SwiGLU).
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.gate_proj = dense(spec.hidden, spec.intermediate)
+        self.up_proj = dense(spec.hidden, spec.intermediate)
+        self.down_proj = dense(spec.intermediate, spec.hidden)
+
+    def construct(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return self.down_proj(ops.silu(self.gate_proj(x)) * self.up_proj(x))
