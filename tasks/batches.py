@@ -159,6 +159,6 @@ def _cut(indices: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
 
 @lru_cache(maxsize=2)  # the present epoch and the next
 def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    # Philox is counter-based and keyed: epochs are independent streams, and NumPy keeps its output across versions.
+    # Philox is keyed, so every epoch is a stream of its own, and none has to be drawn to reach the next.
     generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
     return generator.permutation(rows)

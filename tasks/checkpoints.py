@@ -125,7 +125,7 @@ def _unusable(path: Path, problem: str) -> StageError:
 
 
 def _prefixed(part: str, tensors: Tensors) -> Tensors:
-    return {f"{part}/{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
+    return {f"{part}/{name}": np.asarray(array, order="C") for name, array in tensors.items()}
 
 
 def _part(part: str, tensors: Tensors) -> Iterator[tuple[str, npt.NDArray[Any]]]:
