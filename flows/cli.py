@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from flows import view
 from flows.run import run_job, run_stage
 from flows.settings import artifact_root, load_config
 from flows.terminal import log_to_terminal
+from schemas.config import DeviceChoice
 from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
 from schemas.manifest import ArtifactRef, RunRecord, StageName
 from tasks.plan import Planner, check_inputs, explain
@@ -30,16 +30,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 artifacts_app = typer.Typer(no_args_is_help=True, help="Look at the artifact store.")
 app.add_typer(artifacts_app, name="artifacts")
 
-StageChoice = StrEnum("StageChoice", {name: name for name in STAGES})  # type: ignore[misc]
-
-
-class DeviceOption(StrEnum):
-    """Where to compute."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    ASCEND = "ascend"
-
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Settings = Annotated[
@@ -47,7 +37,7 @@ Settings = Annotated[
 ]
 RunName = Annotated[str, typer.Option("--run", help="A run's name, or `latest`.")]
 Source = Annotated[str, typer.Argument(metavar="PRESET|FILE.yaml", help="A preset's name or a configuration file.")]
-Device = Annotated[DeviceOption | None, typer.Option("--device", help="Shorthand for --set env.device=...")]
+Device = Annotated[DeviceChoice | None, typer.Option("--device", help="Shorthand for --set env.device=...")]
 
 
 @app.callback()
@@ -82,15 +72,14 @@ def run(
 
 @app.command()
 def stage(
-    name: Annotated[StageChoice, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
+    name: Annotated[StageName, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
     run: RunName = "latest",
     settings: Settings = None,
     force: Annotated[bool, typer.Option("--force", help="Make it again although it could be reused.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run one stage of a run again, from the artifacts that the run has for the stages before it."""
-    chosen: StageName = name.value
-    _answer_with_run(lambda: run_stage(artifact_root(), run, chosen, settings or [], force), as_json, only=chosen)
+    _answer_with_run(lambda: run_stage(artifact_root(), run, name, settings or [], force), as_json, only=name)
 
 
 @app.command()
@@ -212,7 +201,7 @@ def verify(as_json: Json = False) -> None:
 @artifacts_app.command()
 def why(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or `latest`.")],
-    name: Annotated[StageChoice, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
+    name: Annotated[StageName, typer.Argument(metavar="STAGE", help=", ".join(STAGES))],
     as_json: Json = False,
 ) -> None:
     """Show which part of a stage's key differed from the nearest earlier artifact."""
@@ -220,12 +209,10 @@ def why(
     def work() -> tuple[dict[str, Any], Any]:
         store = Store(artifact_root())
         record = store.read_run(run)
-        outcome = record.outcome(name.value)
+        outcome = record.outcome(name)
         ref: ArtifactRef | None = outcome.ref if outcome else None
         if ref is None:
-            raise StoreError(
-                "store.not_ready", run=record.run, stage=name.value, wanted_by="why", why="it has not been made"
-            )
+            raise StoreError("store.not_ready", run=record.run, stage=name, wanted_by="why", why="it has not been made")
         manifest, nearest, changes = explain(store, ref)
         lines = [f"{manifest.stage} {manifest.key[:12]} was made by {manifest.run}"]
         if nearest is None:
@@ -238,8 +225,8 @@ def why(
     _answer(work, as_json)
 
 
-def _overrides(settings: list[str] | None, device: DeviceOption | None) -> list[str]:
-    return [*(settings or []), *([f"env.device={device.value}"] if device else [])]
+def _overrides(settings: list[str] | None, device: DeviceChoice | None) -> list[str]:
+    return [*(settings or []), *([f"env.device={device}"] if device else [])]
 
 
 def _answer_with_run(work: Callable[[], RunRecord], as_json: bool, only: StageName | None = None) -> None:
@@ -275,7 +262,10 @@ def _answer(work: Callable[[], tuple[dict[str, Any], Any]], as_json: bool) -> No
 def _fail(error: MindtuneError, as_json: bool) -> None:
     logging.getLogger("mindtune").debug("failed", exc_info=error)
     if as_json:
-        sys.stdout.write(json.dumps({"error": error.as_document()}, ensure_ascii=False, indent=1) + "\n")
+        document: dict[str, Any] = {"error": error.as_document()}
+        if error.run is not None:
+            document = {**view.run_document(Store(artifact_root()).read_run(error.run)), **document}
+        sys.stdout.write(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
     place = f"{error.stage}: " if error.stage else ""
     Console(stderr=True).print(f"[bold red]error[/] [dim]{error.code}[/]\n", end="")
     sys.stderr.write(f"{place}{error.message}\n{error.hint}\n")

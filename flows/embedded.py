@@ -1,7 +1,7 @@
 """Prefect without a server of the user's: a private one for the time of a run, with a home below the artifact root.
 
 Prefect 3.9.1 starts such a server by itself, but it is left running when the process that started it is killed, and it
-loses task-run records at the end (PrefectHQ/prefect, `SubprocessASGIServer`). The one started here dies with its parent.
+loses task-run records at the end (PrefectHQ/prefect, `SubprocessASGIServer`). This one dies with its parent.
 """
 
 import contextlib
@@ -107,7 +107,18 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], port: int, home: Path) 
 
 def _serve(parent: int, port: int) -> None:
     die_with_parent(parent)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--no-ui",
+    ]
     os.execv(sys.executable, command)  # the wish to die with the parent survives exec
 
 

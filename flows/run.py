@@ -118,9 +118,7 @@ def _pinned_inputs(store: Store, record: RunRecord, stage: StageName) -> list[Ar
         outcome = record.outcome(name)
         ref = outcome.ref if outcome else None
         if ref is None:
-            raise StoreError(
-                "store.not_ready", run=record.run, stage=name, wanted_by=stage, why="it has not been made"
-            )
+            raise StoreError("store.not_ready", run=record.run, stage=name, wanted_by=stage, why="it has not been made")
         try:
             store.open(ref)
         except StoreError as error:
@@ -144,5 +142,7 @@ def _recorded(store: Store, run: str) -> Iterator[None]:
         )
         with contextlib.suppress(OSError, StoreError):  # the first error is the one to show
             store.finish_run(run, document)
+            if isinstance(error, MindtuneError):
+                error.run = run
         raise
     store.finish_run(run)

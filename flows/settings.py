@@ -165,7 +165,9 @@ def _problem(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         known = _fields_at(item["loc"][:-1])
         close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        return f"{place}: unknown setting" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
+        return f"{place}: unknown setting" + (
+            f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+        )
     if item["type"] == "missing":
         return f"{place}: missing"
     message = item["msg"].removeprefix("Value error, ")

@@ -8,11 +8,12 @@ optimizer step, a *micro-batch* is what goes through the model at once.
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 TemplateName = Literal["alpaca", "alpaca-zh", "chatml", "plain"]
 DeviceChoice = Literal["auto", "cpu", "ascend"]
 
-NEUTRAL = {"changes_result": False}  # json_schema_extra of fields that stay out of the key
+NEUTRAL: JsonDict = {"changes_result": False}  # json_schema_extra of fields that stay out of the key
 
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -199,7 +200,9 @@ class ExportConfig(Section):
         default=64, ge=2, le=4096, description="prompt tokens that go through the graph at once (the last chunk padded)"
     )
     parity_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1, 5, 64, 100), min_length=1, description="prompt lengths at which MindIR and Cell are compared, tokens"
+        default=(1, 5, 64, 100),
+        min_length=1,
+        description="prompt lengths at which MindIR and Cell are compared, tokens",
     )
     tolerance: float = Field(
         default=1e-4, gt=0, description="largest difference between MindIR and Cell, relative to the largest logit"
@@ -208,9 +211,7 @@ class ExportConfig(Section):
     @model_validator(mode="after")
     def _lengths_fit_the_cache(self) -> Self:
         if self.prefill_chunk > self.cache_length:
-            raise ValueError(
-                f"prefill_chunk ({self.prefill_chunk}) must be at most cache_length ({self.cache_length})"
-            )
+            raise ValueError(f"prefill_chunk ({self.prefill_chunk}) must be at most cache_length ({self.cache_length})")
         if max(self.parity_lengths) > self.cache_length:
             raise ValueError(
                 f"parity_lengths ({max(self.parity_lengths)}) must be at most cache_length ({self.cache_length})"

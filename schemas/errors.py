@@ -38,6 +38,7 @@ class MindtuneError(Exception):
     def __init__(self, code: str, *, stage: str | None = None, **facts: Any) -> None:
         self.code = code
         self.stage = stage
+        self.run: str | None = None  # the run that failed with it, once it has been recorded
         self.facts = facts
         super().__init__(self.message)
 
@@ -48,12 +49,15 @@ class MindtuneError(Exception):
     @property
     def message(self) -> str:
         """What was wrong, the value, and what was expected."""
-        return message_templates()[self.code]["message"].format(**self.facts).strip()
+        return self._fill("message")
 
     @property
     def hint(self) -> str:
         """What to do next."""
-        return message_templates()[self.code]["hint"].format(**self.facts).strip()
+        return self._fill("hint")
+
+    def _fill(self, part: str) -> str:
+        return message_templates()[self.code][part].format(stage=self.stage, **self.facts).strip()
 
     def as_document(self) -> dict[str, Any]:
         """The form that `--json` prints and that a child process hands to its parent."""

@@ -56,9 +56,7 @@ def main(arguments: list[str]) -> int:
     )
     logging.captureWarnings(True)
     job = StageJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
-    context = StageContext(
-        report_progress=_progress_writer(folder / PROGRESS), stop_requested=_stop_on_signal(job)
-    )
+    context = StageContext(report_progress=_progress_writer(folder / PROGRESS), stop_requested=_stop_on_signal(job))
     try:
         result: StageResult = importlib.import_module(f"tasks.{job.stage}").run(job, context)
     except MindtuneError as error:

@@ -73,4 +73,4 @@ def _drop_docstring(node: ast.AST) -> None:
         return
     first = node.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        node.body[0] = ast.copy_location(ast.Pass(), first)
+        node.body = node.body[1:] or [ast.Pass()]

@@ -6,6 +6,7 @@ reads along. No child outlives this process: the kernel kills it when the parent
 itself until then.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ log = logging.getLogger("mindtune.runner")
 STOP_SECONDS = 25.0  # below the 30 s after which Prefect kills a cancelled flow
 POLL_SECONDS = 0.1
 TAIL_LINES = 15
+CHILD = ("-m", "tasks.child")
 
 Listener = Callable[[str], None]
 ProgressListener = Callable[[int, int, str], None]
@@ -155,9 +157,7 @@ def device_of(store: Store, env: ArtifactRef) -> Literal["CPU", "Ascend"]:
     return EnvReport.model_validate_json(text).device
 
 
-def run_child(
-    job: StageJob, work: Path, lock: int, on_line: Listener, on_progress: ProgressListener
-) -> StageResult:
+def run_child(job: StageJob, work: Path, lock: int, on_line: Listener, on_progress: ProgressListener) -> StageResult:
     """Run a job in a child process of its own process group, reading its log and progress along.
 
     Args:
@@ -176,7 +176,7 @@ def run_child(
     (work / JOB).write_text(job.model_dump_json(indent=1), encoding="utf-8")
     with (work / LOG).open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tasks.child", str(work), str(os.getpid())],
+            [sys.executable, "-P", *CHILD, str(work), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -219,15 +219,11 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         log.info("stopping the stage's process %d", child.pid)
         os.killpg(child.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
     # also after a normal end: nothing that the stage started may stay behind
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

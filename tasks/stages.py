@@ -1,8 +1,8 @@
 """The six stages of a job as a table, and the contract between a stage and its runner.
 
-A stage is a module `tasks.<name>` with `run(job, context) -> StageResult`: it reads the artifacts and files that the job
-names, writes its own files below `job.output`, and returns. `tasks/runner.py` starts it in a child process and publishes
-what it left; nothing here imports a stage.
+A stage is a module `tasks.<name>` with `run(job, context) -> StageResult`: it reads the artifacts and files that the
+job names, writes its own files below `job.output`, and returns. `tasks/runner.py` starts it in a child process and
+publishes what it left; nothing here imports a stage.
 """
 
 from collections.abc import Callable

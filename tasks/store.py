@@ -127,9 +127,7 @@ class Store:
                     raise StoreError("store.damaged", stage=ref.stage, path=folder, problem=problem)
                 self._verified.add(ref.digest)
             return folder
-        raise StoreError(
-            "store.no_artifact", stage=ref.stage, key=ref.key[:12], digest=ref.digest[:12], root=self.root
-        )
+        raise StoreError("store.no_artifact", stage=ref.stage, key=ref.key[:12], digest=ref.digest[:12], root=self.root)
 
     def verify(self, folder: Path, manifest: Manifest) -> str | None:
         """What is wrong with an artifact's files, by their digests; None when all is well."""

@@ -1,0 +1,59 @@
+"""Answers to single prompts from an exported model: what `mindtune generate` does."""
+
+from pathlib import Path
+from typing import Any
+
+from schemas.config import TemplateName
+
+
+def answer(
+    mindir: Path,
+    template: TemplateName,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> dict[str, Any]:
+    """Answer an instruction with the MindIR of an `export` artifact.
+
+    Args:
+        mindir: folder of the artifact.
+        template: how an instruction becomes a prompt; the one that the model was trained with.
+        prompt: the instruction.
+        max_new_tokens: longest answer, tokens.
+        temperature: 0 is greedy.
+        top_p: share of the probability that is kept.
+        seed: seed of the draws.
+
+    Returns:
+        text, tokens (count), stopped (by itself), first_token_seconds, tokens_per_second.
+
+    Raises:
+        ConfigError: a setting is out of range (generate.setting).
+        InputError: prompt and answer don't fit the cache (generate.too_long).
+    """
+    from tasks.data.encoding import Encoder
+    from tasks.models.device import use_device
+    from tasks.models.generation import Generator
+
+    use_device("CPU")
+    encoder = Encoder(mindir)
+    generator = Generator.from_mindir(mindir)
+    made = generator.generate(
+        encoder.prompt_ids(prompt, "", template),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=encoder.stop_ids,
+    )
+    decoded = max(len(made.ids) - 1, 0)
+    return {
+        "text": encoder.decode(made.ids),
+        "tokens": len(made.ids),
+        "stopped": made.stopped,
+        "first_token_seconds": round(made.first_token_seconds, 4),
+        "tokens_per_second": round(decoded / made.decode_seconds, 1) if made.decode_seconds > 0 else 0.0,
+    }

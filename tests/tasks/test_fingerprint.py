@@ -1,0 +1,111 @@
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from schemas.config import LlmConfig
+from tasks import fingerprint
+from tasks.fingerprint import FileDigests, source_digest
+
+
+@pytest.fixture
+def digests(tmp_path: Path) -> FileDigests:
+    return FileDigests(tmp_path / "memory.json")
+
+
+def _config(base: Path, *train: Path) -> LlmConfig:
+    return LlmConfig.model_validate({"model": {"base": str(base)}, "data": {"train": [str(path) for path in train]}})
+
+
+def test_a_file_is_read_once_and_again_when_it_changes(tmp_path, digests, monkeypatch):
+    reads = []
+    real = fingerprint.sha256_file
+    monkeypatch.setattr(fingerprint, "sha256_file", lambda path: reads.append(path) or real(path))
+    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0.0)
+    path = tmp_path / "x"
+    path.write_text("one")
+    first = digests.of_file(path)
+    assert digests.of_file(path) == first
+    digests.save()
+    assert FileDigests(tmp_path / "memory.json").of_file(path) == first
+    assert len(reads) == 1
+    times = path.stat()
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digests.of_file(path) != first
+    assert len(reads) == 2
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, digests, monkeypatch):
+    reads = []
+    real = fingerprint.sha256_file
+    monkeypatch.setattr(fingerprint, "sha256_file", lambda path: reads.append(path) or real(path))
+    path = tmp_path / "x"
+    path.write_text("one")
+    digests.of_file(path)
+    digests.of_file(path)
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": 1}'])
+def test_a_torn_memory_costs_time_only(tmp_path, content):
+    (tmp_path / "memory.json").write_text(content)
+    (tmp_path / "x").write_text("one")
+    assert FileDigests(tmp_path / "memory.json").of_file(tmp_path / "x") == fingerprint.sha256_file(tmp_path / "x")
+
+
+def test_data_counts_by_content_not_by_path_or_time(tmp_path, digests):
+    for name in ("a.json", "sub/b.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('[{"instruction": "a"}]')
+    os.utime(tmp_path / "a.json", (1, 1))
+    one, other = (
+        source_digest("data", _config(tmp_path, tmp_path / name), digests) for name in ("a.json", "sub/b.json")
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("change", ["changed", "added", "removed", "renamed"])
+def test_every_change_in_a_data_folder_counts(tmp_path, digests, change):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text(f'[{{"instruction": "{name}"}}]')
+    config = _config(tmp_path, folder)
+    before = source_digest("data", config, digests)
+    match change:
+        case "changed":
+            (folder / "a.json").write_text('[{"instruction": "x.json"}]')
+        case "added":
+            (folder / "c.json").write_text("[{}]")
+        case "removed":
+            (folder / "b.json").unlink()
+        case "renamed":
+            (folder / "b.json").rename(folder / "c.json")
+    assert source_digest("data", config, digests) != before
+
+
+def test_the_order_of_data_files_and_their_role_count(tmp_path, digests):
+    (tmp_path / "a.json").write_text("[1]")
+    (tmp_path / "b.json").write_text("[2]")
+    one = source_digest("data", _config(tmp_path, tmp_path / "a.json", tmp_path / "b.json"), digests)
+    other = source_digest("data", _config(tmp_path, tmp_path / "b.json", tmp_path / "a.json"), digests)
+    assert one != other
+
+
+def test_weights_and_tokenizer_count_apart(tmp_path, digests, stories):
+    base = tmp_path / "base"
+    shutil.copytree(stories, base)
+    config = _config(base, base)
+    before = {name: source_digest(name, config, digests) for name in ("base", "tokenizer")}
+    weights = base / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    after = {name: source_digest(name, config, digests) for name in ("base", "tokenizer")}
+    assert after["base"] != before["base"]
+    assert after["tokenizer"] == before["tokenizer"]
+    text = (base / "tokenizer.json").read_text()
+    (base / "tokenizer.json").write_text(text + "\n")
+    assert source_digest("tokenizer", config, digests) != before["tokenizer"]
