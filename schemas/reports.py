@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from schemas.config import TemplateName
 from schemas.manifest import Frozen
 
 
@@ -61,7 +62,7 @@ class SplitStatistics(Frozen):
 class TokenizeReport(Frozen):
     """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the rows of both splits."""
 
-    template: str
+    template: TemplateName
     read: int
     kept: int
     rejected: int

@@ -22,6 +22,7 @@ from schemas.reports import Answer, EvalReport, MindirSpec, Speed, TokenizeRepor
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoder
 from tasks.data.shards import TokenRows
+from tasks.data.templates import TEMPLATES, Asked, Template
 from tasks.files import write_atomically
 from tasks.memory import peak_memory_bytes
 from tasks.models.generation import SPEC_FILE, Generator
@@ -77,8 +78,12 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     split = TokenRows.open(tokens / ("train" if tokenized.validation_is_training else "validation"))
     chosen, too_long = choose_rows(split.lengths(), settings.max_rows, cache.cache_length)
     rows = [split.row(index) for index in chosen]
-    encoder = Encoder(Path(job.config.model.tokenizer or job.config.model.base))
-    prompts = choose_prompts(settings, rows, encoder, tokenized.template, cache.cache_length)
+    encoder, template = (
+        Encoder(Path(job.config.model.tokenizer or job.config.model.base)),
+        TEMPLATES[tokenized.template],
+    )
+    prompts = choose_prompts(settings, rows, encoder, template, cache.cache_length)
+    stop_ids = encoder.end_ids(template)
 
     from tasks.models.device import use_device
     from tasks.models.loading import load_decoder
@@ -93,11 +98,11 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     speed = measure_speed(after, [prompt.ids for prompt in prompts] or [rows[0][0].tolist()], settings.max_new_tokens)
     advance(f"{speed.tokens_per_second:.1f} tokens/s")
     score_after = score_rows(after, rows, advance, "after")
-    answers_after = answer(after, prompts, settings, encoder, advance)
+    answers_after = answer(after, prompts, settings, stop_ids, advance)
     del after
     before = Generator.from_decoder(load_decoder(Path(job.config.model.base)), cache.cache_length, cache.prefill_chunk)
     score_before = score_rows(before, rows, advance, "before")
-    answers_before = answer(before, prompts, settings, encoder, advance)
+    answers_before = answer(before, prompts, settings, stop_ids, advance)
 
     report = EvalReport(
         rows=len(rows),
@@ -111,7 +116,12 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         token_accuracy_after=score_after.accuracy,
         validation_is_training=tokenized.validation_is_training,
         answers=tuple(
-            Answer(prompt=prompt.text, reference=prompt.reference, before=old, after=new)
+            Answer(
+                prompt=prompt.text,
+                reference=prompt.reference,
+                before=encoder.decode(old).strip(),
+                after=encoder.decode(new).strip(),
+            )
             for prompt, old, new in zip(prompts, answers_before, answers_after, strict=True)
         ),
     )
@@ -154,7 +164,7 @@ def choose_rows(lengths: NDArray[np.integer], most: int, cache_length: int) -> t
 
 
 def choose_prompts(
-    settings: EvaluateConfig, rows: Sequence[Row], encoder: Encoder, template: str, cache_length: int
+    settings: EvaluateConfig, rows: Sequence[Row], encoder: Encoder, template: Template, cache_length: int
 ) -> list[Prompt]:
     """The prompts of the configuration, else the first different ones of the rows.
 
@@ -164,7 +174,7 @@ def choose_prompts(
         ConfigError: a prompt of the configuration does not fit the cache together with its answer.
     """
     room = cache_length - settings.max_new_tokens
-    prompts = [Prompt(text, encoder.prompt_ids(text, template), None) for text in settings.prompts]
+    prompts = [Prompt(text, encoder.prompt_ids(Asked(text), template), None) for text in settings.prompts]
     for number, prompt in enumerate(prompts, 1):
         if len(prompt.ids) > room:
             raise ConfigError(
@@ -209,10 +219,10 @@ def answer(
     generator: Generator,
     prompts: Sequence[Prompt],
     settings: EvaluateConfig,
-    encoder: Encoder,
+    stop_ids: Sequence[int],
     advance: Callable[[str], None],
-) -> list[str]:
-    """The model's answer to each prompt, up to an end token or the length."""
+) -> list[tuple[int, ...]]:
+    """The ids of the model's answer to each prompt, up to a stop token or the length."""
     answers = []
     for prompt in prompts:
         made = generator.generate(
@@ -221,9 +231,9 @@ def answer(
             settings.temperature,
             settings.top_p,
             settings.seed,
-            encoder.end_ids,
+            stop_ids,
         )
-        answers.append(encoder.decode(made.ids).strip())
+        answers.append(made.ids)
         advance("answered a prompt")
     return answers
 

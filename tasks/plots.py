@@ -53,7 +53,6 @@ def loss_curve(report: TrainReport) -> str:
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss, nats per token")
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper right")
 
     return _svg(draw, "Training and validation loss by optimizer step")
 
@@ -63,14 +62,14 @@ def length_histogram(report: TokenizeReport) -> str:
 
     def bars(axes: Any, split: SplitStatistics, color: str, name: str) -> None:
         if split.rows:
-            axes.stairs(split.histogram_counts, split.histogram_edges, fill=True, color=color, alpha=0.75, label=name)
+            edges = np.array(split.histogram_edges)
+            axes.bar(edges[:-1], split.histogram_counts, np.diff(edges) * 0.92, align="edge", color=color, label=name)
 
     def draw(axes: Any) -> None:
         bars(axes, report.train, FIRST, "training")
         bars(axes, report.validation, SECOND, "held out")
         axes.set_xlabel("tokens in a row")
         axes.set_ylabel("rows")
-        axes.legend(loc="upper right")
 
     return _svg(draw, "Rows by length in tokens")
 
@@ -85,6 +84,7 @@ def _svg(draw: Any, title: str) -> str:
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure.add_subplot())
+        figure.legend(loc="outside upper right", ncols=3)
         buffer = io.StringIO()
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
