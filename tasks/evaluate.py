@@ -135,7 +135,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     )
 
 
-def choose_rows(lengths: NDArray[np.integer], most: int, cache_length: int) -> tuple[list[int], int]:
+def choose_rows(lengths: NDArray[np.int64], most: int, cache_length: int) -> tuple[list[int], int]:
     """The first rows that fit the KV cache, and how many rows do not; those are named in the log.
 
     Args:

@@ -129,7 +129,7 @@ def render(*, job: StageJob, **parts: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"size": format_size, "duration": format_duration, "number": format_number}
-    return environment.get_template(TEMPLATE).render(
+    page: str = environment.get_template(TEMPLATE).render(
         job=job,
         base=Path(job.config.model.base).name,
         config=yaml.safe_dump(job.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
@@ -138,11 +138,13 @@ def render(*, job: StageJob, **parts: Any) -> str:
         packages=find_packages(),
         **parts,
     )
+    return page
 
 
 def _kept_loss(report: TrainReport) -> float:
-    """Validation loss of the adapter that was kept."""
-    return next(point.loss for point in report.validation if point.step == report.kept_step)
+    """Validation loss of the adapter that was kept; the last one where it was not validated at just that step."""
+    at_step = {point.step: point.loss for point in report.validation}
+    return at_step.get(report.kept_step, report.validation[-1].loss)
 
 
 def format_number(value: float, digits: int = 3) -> str:

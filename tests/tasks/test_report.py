@@ -161,19 +161,23 @@ def publish(root: Path, stage: StageName, inputs: dict[str, ArtifactRef], files:
     return ArtifactRef(stage=stage, key=key, digest=key[::-1], location=f"{stage}/{key}")
 
 
-@pytest.fixture
-def chain(tmp_path: Path) -> dict[StageName, Path]:
+def publish_chain(root: Path) -> dict[StageName, Path]:
     """Folders of the artifacts tokenize -> train -> merge -> export."""
-    tokenize = publish(tmp_path, "tokenize", {}, {"report.json": TOKENIZED.model_dump_json()})
+    tokenize = publish(root, "tokenize", {}, {"report.json": TOKENIZED.model_dump_json()})
     train = publish(
-        tmp_path,
+        root,
         "train",
         {"tokenize": tokenize},
         {"report.json": TRAINED.model_dump_json(), "timings.json": TIMINGS.model_dump_json()},
     )
-    merge = publish(tmp_path, "merge", {"train": train}, {"certificate.json": CERTIFICATE.model_dump_json()})
-    export = publish(tmp_path, "export", {"merge": merge}, {"report.json": EXPORTED.model_dump_json()})
-    return {ref.stage: tmp_path / ref.location for ref in (tokenize, train, merge, export)}
+    merge = publish(root, "merge", {"train": train}, {"certificate.json": CERTIFICATE.model_dump_json()})
+    export = publish(root, "export", {"merge": merge}, {"report.json": EXPORTED.model_dump_json()})
+    return {ref.stage: root / ref.location for ref in (tokenize, train, merge, export)}
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> dict[StageName, Path]:
+    return publish_chain(tmp_path)
 
 
 def make_job(chain: dict[StageName, Path]) -> StageJob:
@@ -200,9 +204,10 @@ def written(folder: Path, job: StageJob, evaluation: EvalReport = EVALUATION) ->
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def page(tmp_path: Path, chain: dict[StageName, Path]) -> str:
-    return written(tmp_path, make_job(chain))
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("root")
+    return written(root, make_job(publish_chain(root)))
 
 
 class Page(HTMLParser):
