@@ -1,6 +1,9 @@
 """Low-rank adapters on the linear layers of a decoder: the Cell, attaching it, and its weights by PEFT's names.
 
 Adapter parameters are named `<layer>.lora_a` and `<layer>.lora_b`; freezing, counting and saving select by that.
+
+Attach before anything that holds the decoder is compiled: MindSpore 2.7.0 goes on with the old graph of a Cell whose
+sub-cells were replaced, without a word. The decoder's own graphs are looked at here; those of Cells around it can't be.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from schemas.errors import InputError
 from tasks.models.adapter import Adapter, read_adapter, save_adapter, tensor_names
 from tasks.models.decoder import Decoder
+from tasks.models.dropout import KEY_NAME, KeyedDropout, new_key
 from tasks.models.spec import expected_shapes, match_targets
 
 __all__ = ["Adapter", "LoraDense", "adapter_tensors", "attach_adapter", "attach_lora", "read_adapter", "save_adapter"]
@@ -27,7 +31,7 @@ class LoraDense(nn.Cell):
         lora_a: first value of A (R, in_channels); adds R * (in_channels + out_channels) parameters together with B.
         lora_b: first value of B (out_channels, R).
         scale: what the update is multiplied by; alpha / R, so that R can change without a new learning rate.
-        dropout: share of the update's inputs that is set to zero in training, the others grow by 1 / (1 - dropout).
+        dropout: what the update's input goes through first, if anything.
     Inputs:
         x: (..., in_channels) float32.
     Outputs:
@@ -42,7 +46,7 @@ class LoraDense(nn.Cell):
         lora_b: NDArray[np.float32],
         *,
         scale: float,
-        dropout: float = 0.0,
+        dropout: nn.Cell | None = None,
     ) -> None:
         super().__init__()
         self.out_channels, self.in_channels = weight.shape
@@ -50,7 +54,7 @@ class LoraDense(nn.Cell):
         self.lora_a = Parameter(Tensor(lora_a), name="lora_a")
         self.lora_b = Parameter(Tensor(lora_b), name="lora_b")
         self.scale = scale
-        self.dropout = nn.Dropout(p=dropout) if dropout else None
+        self.dropout = dropout
         self.matmul = ops.MatMul(transpose_b=True)
 
     def construct(self, x: Tensor) -> Tensor:
@@ -76,23 +80,30 @@ def attach_lora(
         decoder: changed in place.
         rank: R.
         alpha: the update is scaled by alpha / rank.
-        dropout: see `LoraDense`; in effect after `decoder.set_train(True)`.
+        dropout: share of each update's inputs that is set to zero; in effect after `decoder.set_train(True)`, with the
+            masks that `dropout.draw_masks` chooses.
         target_modules: see `spec.match_targets`.
         seed: of the draws.
     Returns:
         The full names of the layers, in model order.
     Raises:
         InputError: a target matches no layer.
+        RuntimeError: the decoder has been called before, or has an adapter.
     Source: PEFT 0.17.1, reset_lora_parameters: Kaiming-uniform with a = sqrt(5), as in the authors' code; the paper's
     text has a Gaussian.
     """
     layers = match_targets(target_modules, decoder.spec)
     shapes = expected_shapes(decoder.spec)
+    _check_fresh(decoder)
     _freeze(decoder)
+    key = new_key()
     for layer in layers:
         out_channels, in_channels = shapes[f"{layer}.weight"]
-        a = _draw(seed, layer, rank, in_channels)
-        _replace(decoder, layer, a, np.zeros((out_channels, rank), np.float32), scale=alpha / rank, dropout=dropout)
+        a, b = _draw(seed, layer, rank, in_channels), np.zeros((out_channels, rank), np.float32)
+        mask = KeyedDropout(dropout, layer=layer, width=in_channels, key=key) if dropout else None
+        _replace(decoder, layer, a, b, scale=alpha / rank, dropout=mask)
+    if dropout:
+        key.name = KEY_NAME  # it belongs to no layer
     return layers
 
 
@@ -101,14 +112,16 @@ def attach_adapter(decoder: Decoder, adapter: Adapter) -> None:
 
     Raises:
         InputError: the adapter has a layer that the decoder lacks, or one of other sizes.
+        RuntimeError: the decoder has been called before, or has an adapter.
     """
+    _check_fresh(decoder)
     shapes = expected_shapes(decoder.spec)
     for layer, (a, b) in adapter.layers.items():
         if shapes.get(f"{layer}.weight") != (b.shape[0], a.shape[1]):
             problem = f"its layer {layer} is ({b.shape[0]}, {a.shape[1]}), the model's {shapes.get(f'{layer}.weight')}"
             raise InputError("lora.unusable", path="for this model", problem=problem)
     for layer, (a, b) in adapter.layers.items():
-        _replace(decoder, layer, a, b, scale=adapter.scale, dropout=0.0)
+        _replace(decoder, layer, a, b, scale=adapter.scale, dropout=None)
     _freeze(decoder)
     decoder.set_train(False)
 
@@ -131,7 +144,13 @@ def _draw(seed: int, layer: str, rank: int, in_channels: int) -> NDArray[np.floa
 
 
 def _replace(
-    decoder: Decoder, layer: str, a: NDArray[np.float32], b: NDArray[np.float32], *, scale: float, dropout: float
+    decoder: Decoder,
+    layer: str,
+    a: NDArray[np.float32],
+    b: NDArray[np.float32],
+    *,
+    scale: float,
+    dropout: nn.Cell | None,
 ) -> None:
     parent_name, leaf = layer.rsplit(".", 1)
     parent = dict(decoder.cells_and_names())[parent_name]
@@ -140,6 +159,13 @@ def _replace(
     # Setting a sub-cell prefixes its parameters with `leaf` only; their names must be the full ones, as for the others.
     for name, parameter in cell.parameters_and_names():
         parameter.name = f"{layer}.{name}"
+
+
+def _check_fresh(decoder: Decoder) -> None:
+    if decoder.compile_cache:
+        raise RuntimeError("The decoder has been compiled already: its graph would go on without the adapter.")
+    if any(isinstance(cell, LoraDense) for _, cell in decoder.cells_and_names()):
+        raise RuntimeError("The decoder has an adapter already; load it anew for another one.")
 
 
 def _freeze(decoder: Decoder) -> None:

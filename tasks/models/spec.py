@@ -220,10 +220,12 @@ def _check_options(folder: Path, config: Mapping[str, Any]) -> None:
     for field, plain in _PLAIN_VALUES.items():
         found = config.get(field, plain[0])
         if found not in plain:
-            raise InputError("model.unsupported_option", path=folder, field=field, found=found, known=plain[0])
+            raise InputError(
+                "model.unsupported_option", path=folder, field=field, found=found, known=json.dumps(plain[0])
+            )
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
         if kind != "default":
             raise InputError("model.unsupported_option", path=folder, field=field, found=rope, known="default")
 
