@@ -180,14 +180,20 @@ class MergeConfig(Section):
     """Stage `merge`: base model + adapter = one model."""
 
     dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        default="float32", description="type of the merged weights; the sum is always made in float32"
+        default="float32", description="type of the merged weights; the sum is made in float64 and rounded once"
     )
     max_shard_gib: float = Field(default=4.0, gt=0, description="largest safetensors file, GiB")
-    tolerance: float = Field(
-        default=1e-5,
+    tolerance: float | None = Field(
+        default=None,
         gt=0,
-        description="largest difference, relative to the largest logit, between adapter attached and merged",
+        description="largest difference, relative to the largest logit, between adapter attached and merged; null: "
+        "what the rounding of dtype explains, 1e-5 for float32, 1e-2 for float16, 5e-2 for bfloat16",
     )
+
+    @property
+    def limit(self) -> float:
+        """The tolerance that holds: the one set, or that of the type."""
+        return self.tolerance or {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[self.dtype]
 
 
 class ExportConfig(Section):

@@ -13,7 +13,8 @@ log = logging.getLogger("mindtune.models")
 def use_device(device: Literal["CPU", "Ascend"]) -> None:
     """Prepare this process: graph mode, the device, and kernels that give the same bits for the same inputs.
 
-    Call it before the first tensor is made; more calls for the same device do nothing. On Ascend determinism costs some speed: kernels then add in a fixed order.
+    Call it before the first tensor is made; more calls for the same device do nothing. On Ascend determinism costs some
+    speed: kernels then add in a fixed order.
     """
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     mindspore.set_device(device)

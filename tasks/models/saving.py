@@ -1,4 +1,4 @@
-"""Writing the weights of a checkpoint tensor by tensor, and the digest of what they say.
+"""Weights in the type that they are stored in: written and read tensor by tensor, and the digest of what they say.
 
 The files are those of a Hugging Face folder: `model.safetensors`, or shards beside `model.safetensors.index.json`. They
 are written as a stream, so that one tensor is in memory at a time and not the model; the safetensors library can only
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.files import digest_of
+from tasks.models.headers import TensorHeader, read_headers
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -28,6 +29,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # safetensors' names
+
+
+def stored_tensor(header: TensorHeader) -> NDArray[Any]:
+    """One tensor as its file has it: float32, float16 or bfloat16, bit for bit."""
+    (name,) = (name for name, stored in STORED_AS.items() if stored == header.dtype)
+    values: NDArray[Any] = np.fromfile(header.path, DTYPES[name], math.prod(header.shape), offset=header.offset)
+    return values.reshape(header.shape)
 
 
 class WeightsDigest:
@@ -44,6 +52,18 @@ class WeightsDigest:
     def hexdigest(self) -> str:
         """The digest of the tensors so far."""
         return digest_of(self._tensors)
+
+
+def weights_digest(folder: Path) -> str:
+    """The digest of all weights of a checkpoint folder, read tensor by tensor.
+
+    Raises:
+        InputError: there are no weights, or a file is damaged.
+    """
+    digest = WeightsDigest()
+    for name, header in read_headers(folder).items():
+        digest.add(name, stored_tensor(header))
+    return digest.hexdigest()
 
 
 def write_weights(
