@@ -67,11 +67,12 @@ class TokenizeReport(Frozen):
     kept: int
     rejected: int
     reasons: dict[str, int] = Field(description="rejected records by reason")
+    numbers_as_text: int = Field(default=0, description="kept records with a number as a field, read as its text")
     train: SplitStatistics
     validation: SplitStatistics
     validation_is_training: bool = Field(description="nothing was held out: the training rows are evaluated")
-    bos_id: int | None
-    eos_id: int
+    bos_id: int | None = Field(description="the token before every prompt, None where the tokenizer puts none")
+    eos_id: int = Field(description="the token that ends every answer")
 
 
 class CurvePoint(Frozen):

@@ -19,7 +19,7 @@ TOKENS = pa.schema(
             pa.list_(pa.field("item", pa.int32(), nullable=False)),
             f"the token ids themselves where they are trained on, {IGNORE_LABEL} elsewhere; shifted in the loss only",
         ),
-        _field("source", pa.int32(), "index of the data file in the configuration, from 0"),
+        _field("source", pa.int32(), "index of the data file from 0: training before validation, folders spelled out"),
         _field("record", pa.int64(), "index of the record in its file, from 0"),
     ],
     metadata={"mindtune.table": "tokens", "mindtune.version": "1"},

@@ -1,0 +1,220 @@
+"""Stage `tokenize`: records of the data files become rows of token ids and labels.
+
+Leaves `train/` and `validation/` (token shards, rows in the order of the files), `report.json` (TokenizeReport) and
+`rejected.jsonl` (one Rejected a line).
+
+The counts add up: every record, and every line of JSON Lines that is neither blank nor a record, is read; it is either
+kept, as one row of one split, or rejected with one reason. Records are held out by a hash of their content, so that the
+choice depends neither on their order nor on the other records, and equal records stay together. Where nothing is held
+out, `validation/` is empty, the report says `validation_is_training`, and the training rows are evaluated.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from schemas.config import LlmConfig
+from schemas.errors import InputError
+from schemas.manifest import StageJob, StageResult
+from schemas.reports import Rejected, SplitStatistics, TokenizeReport
+from schemas.tables import IGNORE_LABEL
+from tasks.data.encoding import Encoder
+from tasks.data.masks import TokenRow, make_row, place_of
+from tasks.data.readers import Record, RecordReader
+from tasks.data.shards import ShardWriter
+from tasks.data.sources import list_files
+from tasks.data.templates import TEMPLATES
+from tasks.files import canonical_json
+from tasks.stages import StageContext
+
+log = logging.getLogger("mindtune.tokenize")
+
+STAGE = "tokenize"
+REJECTED_FILE = "rejected.jsonl"
+LOGGED_REJECTS = 20  # the file has all of them
+PROGRESS_SECONDS = 0.5
+
+
+class _Split(ShardWriter):
+    """A split that keeps count of what is written to it."""
+
+    def __init__(self, folder: Path, rows_per_shard: int) -> None:
+        super().__init__(folder, rows_per_shard)
+        self.lengths: list[int] = []
+        self.trained_tokens = 0
+
+    def append(self, row: TokenRow, source: int, record: int) -> None:
+        super().append(row, source, record)
+        self.lengths.append(len(row.input_ids))
+        self.trained_tokens += sum(label != IGNORE_LABEL for label in row.labels)
+
+    def statistics(self) -> SplitStatistics:
+        longest = max(self.lengths, default=0)
+        edges = [0, 16]
+        while edges[-1] <= longest:  # the last edge lies above the longest row
+            edges.append(2 * edges[-1])
+        return SplitStatistics(
+            rows=len(self.lengths),
+            tokens=sum(self.lengths),
+            trained_tokens=self.trained_tokens,
+            longest=longest,
+            histogram_edges=tuple(edges),
+            histogram_counts=tuple(np.histogram(self.lengths, edges)[0].tolist()),
+        )
+
+
+class _Rejects:
+    """The list of rejected records, counted by reason with the first place of each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._first: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, rejected: Rejected) -> None:
+        self._file.write(rejected.model_dump_json() + "\n")
+        place = place_of(rejected)
+        reason = rejected.reason.partition(" (")[0]  # without its details
+        self.counts[reason] += 1
+        self._first.setdefault(reason, place)
+        if self.counts.total() <= LOGGED_REJECTS:
+            log.warning("%s is left out: %s", place, rejected.reason)
+
+    def __str__(self) -> str:
+        texts = (f"{reason}: {count} (first: {self._first[reason]})" for reason, count in sorted(self.counts.items()))
+        return "; ".join(texts) or "none"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A record that has become a row."""
+
+    source: int
+    record: Record
+    row: TokenRow
+
+
+def run(job: StageJob, context: StageContext) -> StageResult:
+    """Tokenize the records of a run.
+
+    Raises:
+        InputError: the tokenizer is unusable or does not fit the base model, a data file is missing or no valid JSON,
+            a record is bad and data.on_bad is `stop`, too many are, or none is left to train on or to validate on.
+        StageError: a row would be trained wrongly (data.mask_broken).
+    """
+    config, output = job.config, Path(job.output)
+    encoder = open_encoder(config)
+    training_files = len(list_files(config.data.train))
+    numbers = 0
+    with ExitStack() as stack:
+        train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard))
+        validation = stack.enter_context(_Split(output / "validation", config.tokenize.rows_per_shard))
+        rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
+        for made in _rows(config, encoder, context):
+            if isinstance(made, Rejected):
+                if config.data.on_bad == "stop":
+                    raise InputError("data.bad_record", stage=STAGE, place=place_of(made), reason=made.reason)
+                rejects.add(made)
+                continue
+            if config.data.validation:
+                held_out = made.source >= training_files
+            else:
+                held_out = is_held_out(made.record, config.data.validation_share)
+            (validation if held_out else train).append(made.row, made.source, made.record.index)
+            numbers += made.record.has_number
+    kept, rejected = len(train.lengths) + len(validation.lengths), rejects.counts.total()
+    report = TokenizeReport(
+        template=config.tokenize.template,
+        read=kept + rejected,
+        kept=kept,
+        rejected=rejected,
+        reasons=dict(sorted(rejects.counts.items())),
+        numbers_as_text=numbers,
+        train=train.statistics(),
+        validation=validation.statistics(),
+        validation_is_training=not validation.lengths,
+        bos_id=encoder.bos_id,
+        eos_id=encoder.end_ids(TEMPLATES[config.tokenize.template])[0],
+    )
+    _check_enough(report, config, str(rejects))
+    (output / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    metrics = {
+        "rows": report.train.rows,
+        "validation_rows": report.validation.rows,
+        "tokens": report.train.tokens + report.validation.tokens,
+        "trained_tokens": report.train.trained_tokens + report.validation.trained_tokens,
+        "rejected": report.rejected,
+    }
+    # a rejected record is listed with its file's name, which is no part of the key
+    return StageResult(metrics=metrics, volatile=(REJECTED_FILE,))
+
+
+def open_encoder(config: LlmConfig) -> Encoder:
+    """The run's tokenizer, checked against the base model where its config.json can be read.
+
+    Raises:
+        InputError: it is unusable, or has ids beyond the rows of the model's embedding (tokenizer.too_large).
+    """
+    folder = Path(config.model.tokenizer or config.model.base)
+    encoder = Encoder(folder)
+    try:
+        rows = json.loads((Path(config.model.base) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return encoder  # the base model's own checks name what is wrong with its config.json
+    if encoder.size > rows:
+        raise InputError("tokenizer.too_large", path=folder, largest=encoder.size - 1, rows=rows)
+    return encoder
+
+
+def is_held_out(record: Record, share: float) -> bool:
+    """Whether a record is kept for validation: its SHA-256, read as a fraction from 0 to 1, lies below the share."""
+    content = canonical_json([record.instruction, record.input, record.output])
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64 < share
+
+
+def _rows(config: LlmConfig, encoder: Encoder, context: StageContext) -> Iterator[_Made | Rejected]:
+    """Every record in order: of the training files, then of the validation files, folders spelled out."""
+    template, longest = TEMPLATES[config.tokenize.template], config.tokenize.max_length
+    readers = [RecordReader(file) for file in list_files([*config.data.train, *config.data.validation])]
+    total = sum(reader.bytes_total for reader in readers)
+    read, told = 0, time.monotonic()
+    for source, reader in enumerate(readers):
+        for item in reader:
+            if isinstance(item, Record):
+                row = make_row(item, template, encoder, longest)
+                yield row if isinstance(row, Rejected) else _Made(source, item, row)
+            else:
+                yield item
+            read += 1
+            if time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                context.report_progress(sum(other.bytes_done for other in readers), total, f"{read} records")
+    context.report_progress(total, total, f"{read} records")
+
+
+def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str) -> None:
+    facts: dict[str, Any] = {"stage": STAGE, "read": report.read, "rejected": report.rejected, "reasons": reasons}
+    if not report.train.rows:
+        raise InputError("data.nothing_left", held_out=report.validation.rows, **facts)
+    if config.data.validation and not report.validation.rows:
+        raise InputError("data.nothing_to_validate", **facts)
+    if report.rejected > config.data.max_rejected_share * report.read:
+        raise InputError("data.too_many_rejected", limit=config.data.max_rejected_share, **facts)
