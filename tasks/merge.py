@@ -24,6 +24,7 @@ from schemas.reports import MergeCertificate
 from tasks.files import digest_of, sha256_file
 from tasks.models.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
 from tasks.models.merging import base_tensors, check_adapter, merged_tensors
+from tasks.models.parity import relative_difference
 from tasks.models.saving import write_weights
 from tasks.models.spec import check_tensors, expected_shapes, read_spec
 from tasks.stages import StageContext
@@ -125,7 +126,7 @@ def compare(base: Path, adapter: Adapter, merged: Path, device: Device) -> tuple
         device: CPU or Ascend.
     """
     from tasks.models.device import use_device
-    from tasks.models.forward import logits_at, probe_ids, relative_difference
+    from tasks.models.forward import logits_at, probe_ids
     from tasks.models.loading import load_decoder
     from tasks.models.lora import attach_adapter
 

@@ -15,6 +15,11 @@ from tasks.models.layers import MASKED, rotary_tables
 INPUT_SHAPES: dict[str, tuple[int | None, ...]] = {"input_ids": (1, None), "positions": (None,)}
 
 
+def input_forms() -> list[Tensor]:
+    """The inputs of a `CachedDecoder` with the number of tokens left open, for compiling and exporting one graph."""
+    return [Tensor(shape=list(shape), dtype=mstype.int32) for shape in INPUT_SHAPES.values()]
+
+
 class CachedBlock(nn.Cell):
     """One layer of a decoder, with its part of the cache.
 
@@ -84,7 +89,7 @@ class CachedDecoder(nn.Cell):
         self.first_rows = Tensor(np.arange(spec.key_value_heads, dtype=np.int32) * rows)  # of each head
         self.vocabulary = spec.vocabulary
         self.set_train(False)
-        self.set_inputs(*(Tensor(shape=list(shape), dtype=mstype.int32) for shape in INPUT_SHAPES.values()))
+        self.set_inputs(*input_forms())
 
     def construct(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See the class."""

@@ -43,8 +43,3 @@ def probe_ids(vocabulary: int, rows: int, length: int) -> NDArray[np.int32]:
     """Token ids (rows, length) to try a model with; the same for the same arguments on every machine."""
     random = np.random.Generator(np.random.Philox(PROBE_SEED))
     return random.integers(0, vocabulary, (rows, length), dtype=np.int32)
-
-
-def relative_difference(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
-    """Largest difference of two arrays of logits, relative to the largest wanted logit; NaN if either holds NaN."""
-    return float(np.abs(found.astype(np.float64) - wanted).max() / np.abs(wanted).max())
