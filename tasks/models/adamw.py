@@ -5,6 +5,27 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
+from tasks.models.many import on_each
+
+_fused = ops.AdamWeightDecay()
+
+
+def _update_one(
+    beta1: float,
+    beta2: float,
+    rate: ms.Tensor,
+    epsilon: ms.Tensor,
+    decay: ms.Tensor,
+    weight: ms.Parameter,
+    first_moment: ms.Parameter,
+    second_moment: ms.Parameter,
+    gradient: ms.Tensor,
+) -> ms.Tensor:
+    return _fused(weight, first_moment, second_moment, rate, beta1, beta2, epsilon, decay, gradient)
+
+
+_update = on_each(_update_one, "Number", "Number", *("Tensor",) * 7)
+
 
 class AdamW(nn.Cell):
     """One AdamW update of some weights, each by one fused operator.
@@ -40,7 +61,7 @@ class AdamW(nn.Cell):
         self.beta2 = beta2
         self.epsilon = epsilon
         self.weight_decay = weight_decay
-        self.update = ops.AdamWeightDecay()
+        self.each = ops.HyperMap()
 
     def scalars(self, step: int, learning_rate: float) -> ms.Tensor:
         """What the operator is given at one step.
@@ -65,16 +86,6 @@ class AdamW(nn.Cell):
 
     def construct(self, gradients: tuple[ms.Tensor, ...], scalars: ms.Tensor) -> ms.Tensor:
         """Update weights and moments in place."""
-        for index in range(len(self.weights)):
-            self.update(
-                self.weights[index],
-                self.first_moments[index],
-                self.second_moments[index],
-                scalars[0],
-                self.beta1,
-                self.beta2,
-                scalars[1],
-                scalars[2],
-                gradients[index],
-            )
+        update = ops.partial(_update, self.beta1, self.beta2, scalars[0], scalars[1], scalars[2])
+        self.each(update, self.weights, self.first_moments, self.second_moments, gradients)
         return scalars

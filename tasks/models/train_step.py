@@ -14,8 +14,33 @@ from mindspore import nn, ops
 from tasks.batches import MicroBatch
 from tasks.checkpoints import Tensors
 from tasks.models.adamw import AdamW
+from tasks.models.many import on_each
 
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping agrees with it
+
+_half_square = ops.L2Loss()
+
+
+def _half_square_of(gradient: ms.Tensor) -> ms.Tensor:
+    return _half_square(gradient)  # half the sum of squares, () float32
+
+
+def _add_to(total: ms.Parameter, gradient: ms.Tensor) -> ms.Tensor:
+    return ops.assign_add(total, gradient)
+
+
+def _times(factor: ms.Tensor, gradient: ms.Tensor) -> ms.Tensor:
+    return gradient * factor
+
+
+def _to_zero(total: ms.Parameter) -> ms.Tensor:
+    return ops.assign(total, ops.zeros_like(total))
+
+
+_half_squares = on_each(_half_square_of, "Tensor")
+_add = on_each(_add_to, "Tensor", "Tensor")
+_scale = on_each(_times, "Tensor", "Tensor")
+_clear = on_each(_to_zero, "Tensor")
 
 
 class _Accumulate(nn.Cell):
@@ -31,14 +56,14 @@ class _Accumulate(nn.Cell):
         self.loss = loss
         self.value_and_gradients = ms.value_and_grad(loss, None, weights, has_aux=True)
         self.gradients = weights.clone("gradient", init="zeros")
+        self.each = ops.HyperMap()
         self.sum = ms.Parameter(ms.Tensor(0.0, ms.float32), name="loss_sum", requires_grad=False)
         self.count = ms.Parameter(ms.Tensor(0.0, ms.float32), name="label_count", requires_grad=False)
 
     def construct(self, input_ids: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
         """Returns the loss of the micro-batch, () float32, a sum."""
         (loss_sum, count), gradients = self.value_and_gradients(input_ids, labels)
-        for index in range(len(self.gradients)):
-            ops.assign_add(self.gradients[index], gradients[index])
+        self.each(_add, self.gradients, gradients)
         ops.assign_add(self.sum, loss_sum)
         ops.assign_add(self.count, count)
         return loss_sum
@@ -60,23 +85,17 @@ class _Update(nn.Cell):
         self.count = sums.count
         self.optimizer = optimizer
         self.max_gradient_norm = max_gradient_norm
+        self.each = ops.HyperMap()
 
     def construct(self, scalars: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
         """Returns the mean loss and the gradient norm before clipping, both () float32."""
         loss = self.sum / self.count
-        squares = []
-        for gradient in self.gradients:
-            squares.append((gradient * gradient).sum())
-        norm = ops.sqrt(ops.addn(squares)) / self.count
-        scale = 1.0 / self.count
+        norm = ops.sqrt(2.0 * ops.addn(self.each(_half_squares, self.gradients))) / self.count
+        factor = 1.0 / self.count
         if self.max_gradient_norm is not None:
-            scale = scale * ops.minimum(self.max_gradient_norm / (norm + NORM_GUARD), 1.0)
-        gradients = []
-        for gradient in self.gradients:
-            gradients.append(gradient * scale)
-        self.optimizer(tuple(gradients), scalars)
-        for gradient in self.gradients:
-            ops.assign(gradient, ops.zeros_like(gradient))
+            factor = factor * ops.minimum(self.max_gradient_norm / (norm + NORM_GUARD), 1.0)
+        self.optimizer(self.each(ops.partial(_scale, factor), self.gradients), scalars)
+        self.each(_clear, self.gradients)
         ops.assign(self.sum, ops.zeros_like(self.sum))
         ops.assign(self.count, ops.zeros_like(self.count))
         return loss, norm
