@@ -16,13 +16,14 @@ import typer
 from rich.console import Console
 
 from flows import view
-from flows.run import run_job, run_stage
+from flows.run import pinned_artifacts, run_job, run_stage
 from flows.settings import artifact_root, load_config
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
-from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
-from schemas.manifest import ArtifactRef, RunRecord, StageName
+from schemas.errors import EXIT_FAILED, MindtuneError
+from schemas.manifest import RunRecord, StageName
 from tasks.plan import Planner, check_inputs, explain
+from tasks.runner import device_of
 from tasks.stages import STAGES
 from tasks.store import Store
 
@@ -139,15 +140,12 @@ def generate(
 
         store = Store(artifact_root())
         record = store.read_run(run)
-        outcome = record.outcome("export")
-        if outcome is None or outcome.ref is None:
-            raise StoreError(
-                "store.not_ready", run=record.run, stage="export", wanted_by="generate", why="it has not been made"
-            )
+        env, mindir = pinned_artifacts(store, record, ["validate_env", "export"], "generate")
         document = answer(
-            store.open(outcome.ref),
+            store.open(mindir),
             record.config.tokenize.template,
             prompt,
+            device=device_of(store, env),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -209,10 +207,7 @@ def why(
     def work() -> tuple[dict[str, Any], Any]:
         store = Store(artifact_root())
         record = store.read_run(run)
-        outcome = record.outcome(name)
-        ref: ArtifactRef | None = outcome.ref if outcome else None
-        if ref is None:
-            raise StoreError("store.not_ready", run=record.run, stage=name, wanted_by="why", why="it has not been made")
+        (ref,) = pinned_artifacts(store, record, [name], "why")
         manifest, nearest, changes = explain(store, ref)
         lines = [f"{manifest.stage} {manifest.key[:12]} was made by {manifest.run}"]
         if nearest is None:

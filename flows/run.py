@@ -69,7 +69,10 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     check_overrides_belong(overrides, stage)
     config = change_config(record.config, overrides)
     check_inputs(config)
-    inputs = _pinned_inputs(store, record, stage)
+    wanted: list[StageName] = [*STAGES[stage].takes]
+    if STAGES[stage].on_device:
+        wanted.append("validate_env")
+    inputs = pinned_artifacts(store, record, wanted, stage)
     spec = RunSpec(
         run=record.run,
         config=config,
@@ -108,22 +111,29 @@ def _reuse(spec: RunSpec, decisions: Sequence[Decision]) -> None:
         made[decision.stage] = decision.ref
 
 
-def _pinned_inputs(store: Store, record: RunRecord, stage: StageName) -> list[ArtifactRef]:
-    """The artifacts that the run has for the stages before one, checked to be whole."""
-    wanted: list[StageName] = [*STAGES[stage].takes]
-    if STAGES[stage].on_device:
-        wanted.append("validate_env")
+def pinned_artifacts(store: Store, record: RunRecord, wanted: Sequence[StageName], user: str) -> list[ArtifactRef]:
+    """The artifacts that a run has for some stages, checked to be whole.
+
+    Args:
+        store: where they lie.
+        record: the run.
+        wanted: the stages.
+        user: what wants them, for the message.
+
+    Raises:
+        StoreError: one has not been made, is gone or damaged (store.not_ready).
+    """
     refs = []
     for name in wanted:
         outcome = record.outcome(name)
         ref = outcome.ref if outcome else None
         if ref is None:
-            raise StoreError("store.not_ready", run=record.run, stage=name, wanted_by=stage, why="it has not been made")
+            raise StoreError("store.not_ready", run=record.run, stage=name, wanted_by=user, why="it has not been made")
         try:
             store.open(ref)
         except StoreError as error:
             raise StoreError(
-                "store.not_ready", run=record.run, stage=name, wanted_by=stage, why=error.message
+                "store.not_ready", run=record.run, stage=name, wanted_by=user, why=error.message
             ) from error
         refs.append(ref)
     return refs

@@ -1,7 +1,7 @@
 """Answers to single prompts from an exported model: what `mindtune generate` does."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from schemas.config import TemplateName
 
@@ -11,6 +11,7 @@ def answer(
     template: TemplateName,
     prompt: str,
     *,
+    device: Literal["CPU", "Ascend"],
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -22,6 +23,7 @@ def answer(
         mindir: folder of the artifact.
         template: how an instruction becomes a prompt; the one that the model was trained with.
         prompt: the instruction.
+        device: where to compute.
         max_new_tokens: longest answer, tokens.
         temperature: 0 is greedy.
         top_p: share of the probability that is kept.
@@ -35,25 +37,24 @@ def answer(
         InputError: prompt and answer don't fit the cache (generate.too_long).
     """
     from tasks.data.encoding import Encoder
+    from tasks.data.templates import TEMPLATES, Asked
     from tasks.models.device import use_device
     from tasks.models.generation import Generator
 
-    use_device("CPU")
-    encoder = Encoder(mindir)
-    generator = Generator.from_mindir(mindir)
-    made = generator.generate(
-        encoder.prompt_ids(prompt, "", template),
+    use_device(device)
+    encoder, style = Encoder(mindir), TEMPLATES[template]
+    made = Generator.from_mindir(mindir).generate(
+        encoder.prompt_ids(Asked(prompt), style),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop_ids=encoder.stop_ids,
+        stop_ids={*encoder.end_ids(style), encoder.eos_id},
     )
-    decoded = max(len(made.ids) - 1, 0)
     return {
         "text": encoder.decode(made.ids),
         "tokens": len(made.ids),
         "stopped": made.stopped,
         "first_token_seconds": round(made.first_token_seconds, 4),
-        "tokens_per_second": round(decoded / made.decode_seconds, 1) if made.decode_seconds > 0 else 0.0,
+        "tokens_per_second": round(made.decoded / made.decode_seconds, 1) if made.decode_seconds > 0 else 0.0,
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from prefect import Task, get_run_logger, task
+from prefect import Task, get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import CachePolicy
 
@@ -53,7 +53,13 @@ class StorePolicy(CachePolicy):
 
 
 def _stage_task(stage: StageName) -> Task[..., ArtifactRef]:
-    @task(
+    def make(spec: RunSpec, inputs: dict[StageName, ArtifactRef]) -> ArtifactRef:
+        logger = get_run_logger()
+        return StageRun(stage, spec, inputs).make(on_line=logger.info, on_progress=_ProgressReporter(stage))
+
+    make.__name__ = make.__qualname__ = stage  # Prefect tells tasks apart by the function's name
+    return Task(
+        make,
         name=stage,
         description=STAGES[stage].title,
         cache_policy=StorePolicy(stage=stage),
@@ -61,11 +67,6 @@ def _stage_task(stage: StageName) -> Task[..., ArtifactRef]:
         result_serializer="json",
         cache_result_in_memory=False,  # an answer from memory would outlive the artifact
     )
-    def make(spec: RunSpec, inputs: dict[StageName, ArtifactRef]) -> ArtifactRef:
-        logger = get_run_logger()
-        return StageRun(stage, spec, inputs).make(on_line=logger.info, on_progress=_ProgressReporter(stage))
-
-    return make
 
 
 _TASKS = {stage: _stage_task(stage) for stage in STAGES}
