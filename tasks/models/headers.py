@@ -160,7 +160,7 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         wanted: dict[str, set[str]] = {}
         for tensor, name in names.items():
-            wanted.setdefault(name, set()).add(tensor)
+            wanted.setdefault(str(name), set()).add(tensor)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(index, f"it is not an index of safetensors files ({error!r})") from error
     if not wanted:

@@ -212,7 +212,7 @@ def _some(names: Sequence[str]) -> str:
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     named = config.get("architectures") or ([ARCHITECTURE] if config.get("model_type") == MODEL_TYPE else [])
     if named != [ARCHITECTURE]:
-        found = ", ".join(map(str, named)) if named else config.get("model_type", "none named")
+        found = ", ".join(map(str, named)) if named else config.get("model_type") or "none named"
         raise InputError("model.unknown_architecture", path=folder, found=found, known=ARCHITECTURE)
 
 
