@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from schemas.errors import EXIT_FAILED, MindtuneError, StageError
 from schemas.manifest import StageJob, StageResult
@@ -106,13 +105,5 @@ def _stop_on_signal(job: StageJob) -> Callable[[], bool]:
     return lambda: asked
 
 
-def _exit(code: Any) -> None:
-    # Not sys.exit: with mindspore 2.7.0 the interpreter's end can hang or crash in the framework's own threads after
-    # all work is done and on the disk.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -15,11 +15,12 @@ from schemas.errors import InputError
 from tasks.data.sources import list_files
 from tasks.environment import host_fingerprint
 from tasks.files import digest_of, sha256_file, write_atomically
+from tasks.models.headers import weight_files
 from tasks.tokenizer_files import TOKENIZER_FILES
 
 SETTLED_SECONDS = 2.0
 TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+MODEL_FILES = ("config.json", "generation_config.json")
 
 
 class FileDigests:
@@ -84,7 +85,7 @@ def source_digest(name: str, config: LlmConfig, digests: FileDigests) -> str:
         return _folder_digest(tokenizer_folder(config), TOKENIZER_FILES, digests)
     if name == "base":
         folder = Path(config.model.base)
-        weights = sorted(path.name for path in folder.glob("*.safetensors"))
+        weights = [path.name for path in weight_files(folder)]
         return _folder_digest(folder, (*MODEL_FILES, *weights), digests)
     if name == "host":
         return digest_of(host_fingerprint())

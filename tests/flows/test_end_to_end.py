@@ -9,11 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_line import QUICK, STAGES, imported_packages
 
 from tasks.store import Store
-
-STAGES = ["validate_env", "tokenize", "train", "merge", "export", "evaluate"]
-QUICK = ["--set", "train.max_steps=12", "--set", "train.warmup_steps=2", "--set", "evaluate.max_new_tokens=8"]
 
 pytestmark = pytest.mark.e2e
 
@@ -35,9 +33,7 @@ def test_the_second_run_reuses_all_without_framework_or_server(finished):
     assert [stage["digest"] for stage in answer.document["stages"]] == [
         stage["digest"] for stage in first.document["stages"]
     ]
-    imported = {
-        line.rsplit("|", 1)[-1].strip().split(".")[0] for line in answer.err.splitlines() if "import time:" in line
-    }
+    imported = imported_packages(answer.err)
     assert "schemas" in imported
     assert imported.isdisjoint({"mindspore", "mindnlp", "prefect", "transformers", "pyarrow"})
 

@@ -16,7 +16,7 @@ from tasks import runner
 from tasks.runner import run_child
 from tasks.store import Store
 
-FAKE_CHILD = Path(__file__).parent / "fake_child.py"
+FAKE_CHILD = Path(__file__).parents[1] / "support" / "fake_child.py"
 PROJECT = Path(__file__).parents[2]
 
 
