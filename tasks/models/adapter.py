@@ -175,7 +175,10 @@ def _base_digest(folder: Path) -> str | None:
         return None
     origin = _read_document(folder, ORIGIN_FILE)
     if origin.get("format_version") != ORIGIN_VERSION:
-        raise _unusable(folder, f"{ORIGIN_FILE} is of format version {origin.get('format_version')}")
+        problem = f"{ORIGIN_FILE} is of format version {origin.get('format_version')}, not {ORIGIN_VERSION}"
+        raise _unusable(folder, problem)
+    if not isinstance(origin.get("base_digest"), str):
+        raise _unusable(folder, f"{ORIGIN_FILE} lacks 'base_digest'")
     return str(origin["base_digest"])
 
 
