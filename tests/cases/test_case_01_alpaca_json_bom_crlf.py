@@ -1,0 +1,42 @@
+"""Files saved by a Windows editor: a byte order mark at the start, lines that end with CR LF."""
+
+import json
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.data.readers import Record, RecordReader
+from tasks.data.sources import DataFile, sniff
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+def test_the_records_are_exactly_those_expected(case_folder: Any, name: str) -> None:
+    expected = json.loads((case_folder(1) / "expected.json").read_text(encoding="utf-8"))
+    path = case_folder(1) / name
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert b"\r\n" in path.read_bytes()
+    sniff(path)
+    items = list(RecordReader(DataFile(path, name)))
+    assert expected["rejected"] == []
+    assert [
+        {"instruction": item.instruction, "input": item.input, "output": item.output}
+        for item in items
+        if isinstance(item, Record)
+    ] == expected["rows"]
+    for item in items:
+        texts = [value for value in astuple(item) if isinstance(value, str)]  # type: ignore[call-overload]
+        assert not any(text.startswith("\ufeff") or text.endswith("\r") for text in texts)
+
+
+def test_all_ways_to_save_the_records_give_the_same_ids_and_labels(
+    case_folder: Any, tokenize_files: Any, tmp_path: Path
+) -> None:
+    made = [tokenize_files(case_folder(1) / name) for name in ("train.json", "train.jsonl")]
+    for name in ("train.json", "train.jsonl"):
+        path = tmp_path / name
+        path.write_bytes((case_folder(1) / name).read_bytes().removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
+        made.append(tokenize_files(path))
+    assert [len(each.train) for each in made] == [3, 3, 3, 3]
+    assert made[0].train == made[1].train == made[2].train == made[3].train

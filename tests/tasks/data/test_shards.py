@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.errors import StoreError
+from schemas.tables import TOKENS
+from tasks.data import shards
+from tasks.data.masks import TokenRow
+from tasks.data.shards import ShardWriter, TokenRows
+
+ROWS = [TokenRow(list(range(n)), [-100] * (n - 1) + [n - 1]) for n in (3, 1, 7, 2, 5, 4, 6)]
+
+
+def write(folder: Path, rows: list[TokenRow] = ROWS, rows_per_shard: int = 10) -> Path:
+    with ShardWriter(folder, rows_per_shard) as writer:
+        for number, row in enumerate(rows):
+            writer.append(row, source=number % 2, record=number)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(("rows_per_shard", "count"), [(1, 7), (3, 3), (7, 1), (10, 1)])
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 1000])
+def test_rows_come_back_in_order_however_they_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int, count: int, rows_per_batch: int
+) -> None:
+    monkeypatch.setattr(shards, "ROWS_PER_BATCH", rows_per_batch)
+    folder = write(tmp_path / "train", rows_per_shard=rows_per_shard)
+    assert list(files(folder)) == [f"part-{number:05d}.arrow" for number in range(count)]
+    rows = TokenRows(folder)
+    assert len(rows) == 7
+    assert rows.lengths().tolist() == [3, 1, 7, 2, 5, 4, 6]
+    for index, row in enumerate(ROWS):
+        input_ids, labels = rows.row(index)
+        assert (input_ids.tolist(), labels.tolist()) == (row.input_ids, row.labels)
+        assert input_ids.dtype == labels.dtype == np.int32
+
+
+def test_a_row_is_a_view_of_the_file(tmp_path: Path) -> None:
+    input_ids, labels = TokenRows(write(tmp_path / "train")).row(2)
+    for array in (input_ids, labels):
+        assert not array.flags.owndata
+        assert not array.flags.writeable
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    first = files(write(tmp_path / "a", rows_per_shard=3))
+    assert first == files(write(tmp_path / "b", rows_per_shard=3))
+    assert first != files(write(tmp_path / "c", ROWS[::-1], rows_per_shard=3))
+
+
+def test_source_and_record_stand_beside_each_row(tmp_path: Path) -> None:
+    folder = write(tmp_path / "train")
+    table = pa.ipc.open_file(str(folder / "part-00000.arrow")).read_all()
+    assert table.schema.equals(TOKENS, check_metadata=True)
+    assert table["source"].to_pylist() == [0, 1, 0, 1, 0, 1, 0]
+    assert table["record"].to_pylist() == list(range(7))
+
+
+def test_a_split_without_rows_is_an_empty_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "validation", [])
+    assert files(folder) == {}
+    rows = TokenRows(folder)
+    assert len(rows) == 0
+    assert rows.lengths().shape == (0,)
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_row_that_is_not_there_is_an_index_error(tmp_path: Path, index: int) -> None:
+    with pytest.raises(IndexError, match=f"row {index} of 7"):
+        TokenRows(write(tmp_path / "train")).row(index)
+
+
+def test_a_missing_part_is_noticed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "train", rows_per_shard=3)
+    (folder / "part-00001.arrow").unlink()
+    with pytest.raises(StoreError, match="part 1 is missing"):
+        TokenRows(folder)
+
+
+def test_a_cut_part_is_noticed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "train")
+    path = folder / "part-00000.arrow"
+    for size in (0, 100, path.stat().st_size - 1):
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(StoreError, match=r"part-00000\.arrow is damaged"):
+            TokenRows(folder)
+
+
+def test_a_part_with_other_columns_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[1]], "labels": [[1]]})
+    with pa.ipc.new_file(str(tmp_path / "part-00000.arrow"), table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(StoreError, match=r"has the columns \(input_ids: list<item: int64>.*source: int32"):
+        TokenRows(tmp_path)
+
+
+def test_an_error_while_rows_are_written_is_not_hidden(tmp_path: Path) -> None:
+    def fail() -> None:
+        with ShardWriter(tmp_path / "train", 1) as writer:
+            writer.append(ROWS[0], 0, 0)
+            raise RuntimeError("while writing")
+
+    with pytest.raises(RuntimeError, match="while writing"):
+        fail()
