@@ -42,6 +42,7 @@ log = logging.getLogger("mindtune.tokenize")
 STAGE = "tokenize"
 REJECTED_FILE = "rejected.jsonl"
 LOGGED_REJECTS = 20  # the file has all of them
+SHOWN_PLACES = 3  # of each reason, in an error
 PROGRESS_SECONDS = 0.5
 
 
@@ -74,11 +75,11 @@ class _Split(ShardWriter):
 
 
 class _Rejects:
-    """The list of rejected records, counted by reason with the first place of each."""
+    """The list of rejected records, counted by reason with the first places of each."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
-        self._first: dict[str, str] = {}
+        self._first: dict[str, list[str]] = {}
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -92,15 +93,19 @@ class _Rejects:
     def add(self, rejected: Rejected) -> None:
         self._file.write(rejected.model_dump_json() + "\n")
         place = place_of(rejected)
-        reason = rejected.reason.partition(" (")[0]  # without its details
+        reason, bracket, details = rejected.reason.partition(" (")
         self.counts[reason] += 1
-        self._first.setdefault(reason, place)
+        if self.counts[reason] <= SHOWN_PLACES:
+            self._first.setdefault(reason, []).append(place + bracket + details)
         if self.counts.total() <= LOGGED_REJECTS:
             log.warning("%s is left out: %s", place, rejected.reason)
 
     def __str__(self) -> str:
-        texts = (f"{reason}: {count} (first: {self._first[reason]})" for reason, count in sorted(self.counts.items()))
-        return "; ".join(texts) or "none"
+        return "; ".join(self._line(reason, count) for reason, count in sorted(self.counts.items())) or "none"
+
+    def _line(self, reason: str, count: int) -> str:
+        places = self._first[reason] + ["..."] * (count > SHOWN_PLACES)
+        return f"{reason}: {count} ({', '.join(places)})"
 
 
 @dataclass(frozen=True)

@@ -188,14 +188,14 @@ def test_a_bad_record_stops_the_stage_where_it_is_told_to(
 
 
 def test_too_many_rejected_records_are_an_error_that_shows_where(tokenize_files: Any, tmp_path: Path) -> None:
-    path = write_array(tmp_path / "data.json", [{}, record(1), {"output": "b"}, record(2), {"output": "b"}])
+    path = write_array(tmp_path / "data.json", [{}, record(1), {"output": ""}, record(2), {"output": ""}])
     made = tokenize_files(path, max_rejected_share=0.6)
-    assert made.report.reasons == {"nothing to ask": 2, "output is missing": 1}
+    assert made.report.reasons == {"output is empty": 2, "output is missing": 1}
     with pytest.raises(
         InputError,
         match=r"3 of 5 records can't be used, more than data.max_rejected_share \(0\.5\).*"
-        r"nothing to ask: 2 \(first: Record 2 of data\.json\); "
-        r"output is missing: 1 \(first: Record 0 of data\.json\)\.",
+        r"output is empty: 2 \(Record 2 of data\.json, Record 4 of data\.json\); "
+        r"output is missing: 1 \(Record 0 of data\.json\)\.$",
     ):
         tokenize_files(path)
 
