@@ -1,0 +1,55 @@
+"""The data files that come with the presets, and what their data card says of them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tasks.data.encoding import Encoder
+from tasks.data.masks import TokenRow, make_row
+from tasks.data.readers import Record, RecordReader
+from tasks.data.sources import DataFile
+from tasks.data.templates import TEMPLATES
+
+DATA = Path(__file__).parents[2] / "flows" / "presets" / "data"
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    items = list(RecordReader(DataFile(DATA / "stories_qa.json", "stories_qa.json")))
+    assert all(isinstance(item, Record) for item in items)
+    return [item for item in items if isinstance(item, Record)]
+
+
+def test_the_data_card_gives_the_right_numbers(records: list[Record], stories: Path) -> None:
+    card = (DATA / "README.md").read_text(encoding="utf-8")
+    encoder = Encoder(stories)
+    rows = [make_row(record, TEMPLATES["plain"], encoder, 10_000) for record in records]
+    longest = max(len(row.input_ids) for row in rows if isinstance(row, TokenRow))
+    words = [len(record.output.split()) for record in records]
+    empty = sum(not record.input for record in records)
+    numbers = [
+        rf"\| rows \| {len(records)}, with {len({record.output for record in records})} different answers \|",
+        rf"empty in {empty} rows, a sentence of a story in {len(records) - empty}\)",
+        rf"answers of {min(words)} to {max(words)} words; .* at most {longest} tokens a row",
+    ]
+    for number in numbers:
+        assert re.search(number, card), number
+
+
+def test_no_question_stands_twice(records: list[Record]) -> None:
+    questions = [(record.instruction.casefold(), record.input.casefold()) for record in records]
+    assert len(set(questions)) == len(questions)
+
+
+def test_every_text_is_a_plain_english_sentence(records: list[Record]) -> None:
+    for record in records:
+        for text in (record.instruction, record.input, record.output):
+            assert re.fullmatch(r"([A-Z][A-Za-z ,'!?.]*[.!?])?", text), text
+            assert "  " not in text
+
+
+def test_every_record_has_its_three_keys_and_no_other() -> None:
+    for record in json.loads((DATA / "stories_qa.json").read_text(encoding="utf-8")):
+        assert list(record) == ["instruction", "input", "output"]
