@@ -11,6 +11,9 @@ from schemas.config import TemplateName
 from schemas.manifest import Frozen
 
 
+MINDIR_SPEC_VERSION = 1
+
+
 class PackageFinding(Frozen):
     """One package against the tested set."""
 
@@ -155,7 +158,7 @@ class ExportReport(Frozen):
 class MindirSpec(Frozen):
     """What a program that runs the MindIR has to know; `mindtune.json` beside it."""
 
-    format_version: Literal[1] = 1
+    format_version: int = MINDIR_SPEC_VERSION
     graph_file: str = Field(description="the file to load; it finds its weights beside it where they are apart")
     cache_length: int = Field(description="tokens that the KV cache holds, prompt and answer together")
     prefill_chunk: int = Field(description="tokens of a prompt that go through the graph at once")

@@ -5,6 +5,7 @@ only called with two lengths, `prefill_chunk` and 1, because a graph of free len
 each new one.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import ConfigError, InputError, StageError
-from schemas.reports import MindirSpec
+from schemas.errors import ConfigError, InputError, StageError, StoreError
+from schemas.reports import MINDIR_SPEC_VERSION, MindirSpec
 
 if TYPE_CHECKING:
     from tasks.models.decoder import Decoder
@@ -49,6 +50,20 @@ class Generated:
     def decoded(self) -> int:
         """Tokens made in `decode_seconds`: all but the first, and the stop token too."""
         return len(self.ids) - 1 + self.stopped
+
+
+def read_mindir_spec(folder: Path) -> MindirSpec:
+    """What an exported folder says about its graph.
+
+    Raises:
+        StoreError: it was written in another format version.
+    """
+    path = folder / SPEC_FILE
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.get("format_version") != MINDIR_SPEC_VERSION:
+        found = document.get("format_version")
+        raise StoreError("store.version", path=path, found=found, known=MINDIR_SPEC_VERSION)
+    return MindirSpec.model_validate(document)
 
 
 def check_settings(temperature: float, top_p: float) -> None:
@@ -120,10 +135,14 @@ class Generator:
 
     @classmethod
     def from_mindir(cls, folder: Path) -> Self:
-        """The model that the stage `export` left in a folder, compiled for both lengths."""
+        """The model that the stage `export` left in a folder, compiled for both lengths.
+
+        Raises:
+            StoreError: the folder was written in another format version.
+        """
         import mindspore
 
-        spec = MindirSpec.model_validate_json((folder / SPEC_FILE).read_text(encoding="utf-8"))
+        spec = read_mindir_spec(folder)
         graph = mindspore.nn.GraphCell(mindspore.load(str(folder / spec.graph_file)))
         return cls(
             _step_of(graph),

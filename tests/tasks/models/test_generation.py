@@ -5,8 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from schemas.errors import ConfigError, InputError, StageError
-from tasks.models.generation import Generator, sample
+from schemas.errors import ConfigError, InputError, StageError, StoreError
+from schemas.reports import MindirSpec
+from tasks.models.generation import Generator, read_mindir_spec, sample
 
 VOCABULARY = 11
 CACHE = 16
@@ -237,6 +238,15 @@ def test_unusable_prompts_are_refused(generator, ids, message):
 def test_an_answer_of_no_tokens_is_refused(generator):
     with pytest.raises(ConfigError, match="max_new_tokens must be at least 1, but is 0"):
         generator.generate([1], 0)
+
+
+def test_an_exported_folder_of_another_version_is_refused(tmp_path):
+    about = MindirSpec(graph_file="model.mindir", cache_length=CACHE, prefill_chunk=CHUNK, vocabulary=VOCABULARY)
+    (tmp_path / "mindtune.json").write_text(about.model_dump_json())
+    assert read_mindir_spec(tmp_path) == about
+    (tmp_path / "mindtune.json").write_text(about.model_copy(update={"format_version": 2}).model_dump_json())
+    with pytest.raises(StoreError, match=r"mindtune.json is written in format version 2; this mindtune reads 1"):
+        Generator.from_mindir(tmp_path)
 
 
 def test_the_model_of_these_tests_answers_variedly():
