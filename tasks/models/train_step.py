@@ -14,9 +14,12 @@ from mindspore import nn, ops
 from tasks.batches import MicroBatch
 from tasks.checkpoints import Tensors
 from tasks.models.adamw import AdamW
+from tasks.models.dropout import draw_masks
 from tasks.models.many import on_each
 
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping agrees with it
+
+MOST_MICRO_BATCHES = 2**20  # in one step; keeps the draws of different steps apart
 
 _half_square = ops.L2Loss()
 
@@ -109,14 +112,22 @@ class TrainStep:
         weights: what is trained.
         optimizer: over the same weights.
         max_gradient_norm: gradients are scaled down to this global norm; None: never.
+        mask_seed: seed of the dropout masks, which are a function of it, the step and the micro-batch; None: the model
+            has no dropout.
     """
 
     def __init__(
-        self, loss: nn.Cell, weights: ms.ParameterTuple, optimizer: AdamW, max_gradient_norm: float | None
+        self,
+        loss: nn.Cell,
+        weights: ms.ParameterTuple,
+        optimizer: AdamW,
+        max_gradient_norm: float | None,
+        mask_seed: int | None = None,
     ) -> None:
         self.loss = loss
         self.weights = weights
         self.optimizer = optimizer
+        self.mask_seed = mask_seed
         self._accumulate = _Accumulate(loss, weights)
         self._update = _Update(self._accumulate, optimizer, max_gradient_norm)
 
@@ -144,7 +155,9 @@ class TrainStep:
             each. They are left on the device: reading them waits for the step.
         """
         self._accumulate.set_train(True)
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches):
+            if self.mask_seed is not None:
+                draw_masks(self.loss, self.mask_seed, step * MOST_MICRO_BATCHES + number)
             self._accumulate(*_tensors(batch))
         loss, norm = self._update(self.optimizer.scalars(step, learning_rate))
         return loss, norm
@@ -159,13 +172,20 @@ class TrainStep:
         """Copies of weights and moments, by name."""
         return {parameter.name: parameter.asnumpy().copy() for parameter in self._parameters()}
 
+    def moments(self) -> Tensors:
+        """Copies of the moments, by name: `first_moment.` or `second_moment.` and the weight's name."""
+        return {moment.name: moment.asnumpy().copy() for moment in self._moments()}
+
     def restore(self, state: Tensors) -> None:
         """Set weights and moments to what `state` gave."""
         for parameter in self._parameters():
             parameter.set_data(ms.Tensor(state[parameter.name]))
 
     def _parameters(self) -> list[ms.Parameter]:
-        return [*self.weights, *self.optimizer.first_moments, *self.optimizer.second_moments]
+        return [*self.weights, *self._moments()]
+
+    def _moments(self) -> list[ms.Parameter]:
+        return [*self.optimizer.first_moments, *self.optimizer.second_moments]
 
 
 def _tensors(batch: MicroBatch) -> tuple[ms.Tensor, ms.Tensor]:

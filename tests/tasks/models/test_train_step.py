@@ -34,7 +34,7 @@ class Bigram(nn.Cell):
 
     def logits(self, hidden):
         rows = self.product(self.product(hidden.reshape(-1, WIDTH), self.lora_a), self.lora_b)
-        return rows.reshape(hidden.shape[:-1] + (VOCABULARY,))
+        return rows.reshape((*hidden.shape[:-1], VOCABULARY))
 
 
 class NumpyBigram:
@@ -77,11 +77,6 @@ class NumpyBigram:
             self.weights[index] *= 1 - rate * DECAY
             self.weights[index] -= rate * self.first[index] / (1 - BETA1**number) / corrected
         return loss, norm
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _graph_mode():
-    ms.set_context(mode=ms.GRAPH_MODE)
 
 
 @pytest.fixture
