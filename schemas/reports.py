@@ -10,7 +10,6 @@ from pydantic import Field
 from schemas.config import TemplateName
 from schemas.manifest import Frozen
 
-
 MINDIR_SPEC_VERSION = 1
 
 
