@@ -7,6 +7,7 @@ Standard output holds the answer (with `--json` exactly one JSON document), stan
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 
 from flows import view
-from flows.run import pinned_artifacts, run_job, run_stage
+from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
 from flows.settings import artifact_root, load_config
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
@@ -26,6 +27,8 @@ from tasks.plan import Planner, check_inputs, explain
 from tasks.runner import device_of
 from tasks.stages import STAGES
 from tasks.store import Store
+
+PIPE_WIDTH = 200  # columns of a table where no terminal says how wide it is
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 artifacts_app = typer.Typer(no_args_is_help=True, help="Look at the artifact store.")
@@ -237,17 +240,15 @@ def _answer(work: Callable[[], tuple[dict[str, Any], Any]], as_json: bool) -> No
     log_to_terminal()
     try:
         document, shown = work()
-    except MindtuneError as error:
-        _fail(error, as_json)
-    except OSError as error:
-        _fail(MindtuneError("io.failed", problem=error), as_json)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except (Exception, KeyboardInterrupt) as error:
+        _fail(as_known_error(error), as_json)
     else:
         if as_json:
             sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
             return
         console = Console()
+        if not console.is_terminal:
+            console.width = PIPE_WIDTH
         if isinstance(shown, RunRecord):
             view.print_run(console, shown)
         else:
@@ -269,4 +270,6 @@ def _fail(error: MindtuneError, as_json: bool) -> None:
 
 def main() -> None:
     """The console script."""
+    # a plain SIGTERM would end this process at once, and training could not save its last steps
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

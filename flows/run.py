@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.embedded import prefect_api
 from flows.settings import artifact_root, change_config, check_overrides_belong
 from schemas.config import LlmConfig
-from schemas.errors import MindtuneError, StoreError
+from schemas.errors import Interruption, MindtuneError, StoreError
 from schemas.manifest import ArtifactRef, RunRecord, RunSpec, StageName
 from tasks.environment import check_resources
 from tasks.plan import Decision, Planner, check_inputs
@@ -39,6 +39,7 @@ def run_job(config: LlmConfig, source: str, label: str, accept_code: bool = Fals
     if not _all_reused(decisions):
         check_resources(config.env, root)
     record = store.new_run(config, source, label)
+    log.info("run: %s", record.run)
     spec = RunSpec(run=record.run, config=config, root=str(root), source=source, accept_code=accept_code)
     with _recorded(store, record.run):
         if _all_reused(decisions):
@@ -145,14 +146,23 @@ def _recorded(store: Store, run: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        document = (
-            error.as_document()
-            if isinstance(error, MindtuneError)
-            else {"code": "internal", "message": f"{type(error).__name__}: {error}", "stage": None, "hint": ""}
-        )
+        known = as_known_error(error)
         with contextlib.suppress(OSError, StoreError):  # the first error is the one to show
-            store.finish_run(run, document)
-            if isinstance(error, MindtuneError):
-                error.run = run
-        raise
+            store.finish_run(run, known.as_document())
+            known.run = run
+        if known is error:
+            raise
+        raise known from error
     store.finish_run(run)
+
+
+def as_known_error(error: BaseException) -> MindtuneError:
+    """An error with code, message and hint for any that can reach the end of a command."""
+    if isinstance(error, MindtuneError):
+        return error
+    if isinstance(error, OSError):
+        return MindtuneError("io.failed", problem=error)
+    if isinstance(error, Exception):
+        log.error("unexpected error", exc_info=error)
+        return MindtuneError("internal", kind=type(error).__name__, problem=error)
+    return Interruption("interrupted")  # SIGINT, SIGTERM, or Prefect's signal of a cancelled flow

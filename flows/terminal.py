@@ -30,7 +30,7 @@ class TerminalHandler(logging.Handler):
         if progress is None:
             self._end_bar()
             style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
-            self._console.print(record.getMessage(), style=style, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
             return
         stage, done, total, text = progress
         if self._console.is_terminal:

@@ -15,6 +15,7 @@ import yaml
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_UNFIT = 3
+EXIT_INTERRUPTED = 130
 
 
 @cache
@@ -94,6 +95,12 @@ class StoreError(MindtuneError):
 
 class StageError(MindtuneError):
     """A stage ran and failed."""
+
+
+class Interruption(MindtuneError):
+    """The user or the system asked the process to end (SIGINT, SIGTERM)."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class ChildError(StageError):
