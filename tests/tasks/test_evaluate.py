@@ -1,21 +1,32 @@
 """What the evaluation takes, asks and measures, with a model of a few lines of NumPy; then the stage itself."""
 
+import importlib.util
+import json
 import logging
 import math
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
-from schemas.config import EvaluateConfig
+from schemas.config import DataConfig, EvaluateConfig, ExportConfig, LlmConfig, ModelConfig, TokenizeConfig
 from schemas.errors import ConfigError, InputError, StageError
+from schemas.manifest import StageJob, StageResult
+from schemas.reports import EvalReport, Speed
 from schemas.tables import IGNORE_LABEL
+from tasks import evaluate, export, tokenize
 from tasks.data.encoding import Encoder
+from tasks.data.shards import TokenRows
 from tasks.data.templates import TEMPLATES
 from tasks.evaluate import Prompt, Row, answer, choose_prompts, choose_rows, measure_speed, score_rows
 from tasks.models.generation import Generator
+from tasks.stages import StageContext
 
 VOCABULARY, CACHE, CHUNK = 512, 32, 8
 TABLE = np.random.default_rng(11).normal(0, 2, (VOCABULARY, VOCABULARY)).astype(np.float32)
@@ -165,3 +176,163 @@ def test_speed_is_measured_without_stopping_and_within_the_cache(monkeypatch: py
     assert speed.first_token_seconds == 1.0
     assert speed.tokens_per_second == max(2, new_tokens) - 1  # the first token is no decoding
     assert speed.peak_memory_bytes > 0
+
+
+# the stage itself: real shards, a real MindIR, and a base model that differs from it
+
+
+def llm_config(folder: Path, base: Path, **evaluate) -> LlmConfig:
+    return LlmConfig(
+        model=ModelConfig(base=str(base)),
+        data=DataConfig(train=(str(folder / "train.json"),), validation=(str(folder / "validation.json"),)),
+        tokenize=TokenizeConfig(template="plain", max_length=256),
+        export=ExportConfig(cache_length=64, prefill_chunk=16, parity_lengths=(1, 20)),
+        evaluate=EvaluateConfig(max_new_tokens=8, **evaluate),
+    )
+
+
+def run_stage(
+    module: ModuleType, stage: str, folder: Path, config: LlmConfig, inputs: dict[str, Path]
+) -> tuple[StageResult, list[tuple[int, int]]]:
+    """What a stage returns, and the progress that it reported."""
+    progress: list[tuple[int, int]] = []
+    output = folder / stage / ("0" * 64)
+    output.mkdir(parents=True)
+    job = StageJob(
+        stage=stage,
+        key="0" * 64,
+        run="test",
+        config=config,
+        inputs={name: str(path) for name, path in inputs.items()},
+        sources={},
+        output=str(output),
+        work=str(folder),
+        device="CPU",
+    )
+    context = StageContext(
+        report_progress=lambda done, total, text: progress.append((done, total)), stop_requested=lambda: False
+    )
+    return module.run(job, context), progress
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Folders of a finished evaluation, and what it returned."""
+
+    folder: Path
+    merged: Path
+    output: Path
+    result: StageResult
+    report: EvalReport
+    progress: list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def finished_stage(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Finished:
+    folder = tmp_path_factory.mktemp("evaluate")
+    told = [
+        {"instruction": "What is a dog?", "input": "", "output": "A dog is a small animal."},
+        {"instruction": "Where is Tom?", "input": "", "output": "Tom is in the park. " * 12},  # beyond the cache
+        {"instruction": "Who are you?", "input": "", "output": "I am Lily."},
+    ]
+    for name in ("train", "validation"):
+        (folder / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
+    merged = folder / "merged"
+    shutil.copytree(stories, merged)
+    random = np.random.default_rng(1)
+    weights = {
+        name: tensor + random.normal(0, 0.02, tensor.shape).astype(np.float32)
+        for name, tensor in load_file(stories / "model.safetensors").items()
+    }
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    config = llm_config(folder, stories, samples=3)
+    run_stage(tokenize, "tokenize", folder, config, {})
+    run_stage(export, "export", folder, config, {"merge": merged})
+    inputs = {name: folder / name / ("0" * 64) for name in ("tokenize", "export")}
+    result, progress = run_stage(evaluate, "evaluate", folder, config, inputs)
+    output = folder / "evaluate" / ("0" * 64)
+    report = EvalReport.model_validate_json((output / "report.json").read_text(encoding="utf-8"))
+    return Finished(folder, merged, output, result, report, progress)
+
+
+def expected_score(model: Path, rows: list[Row]) -> tuple[float, float]:
+    """Loss and accuracy of a checkpoint by the forward pass in NumPy float64."""
+    spec = importlib.util.spec_from_file_location("numpy_llama", Path(__file__).parent / "models" / "numpy_llama.py")
+    numpy_llama = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(numpy_llama)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    losses, right = [], []
+    for ids, labels in rows:
+        logits = numpy_llama.logits(
+            load_file(model / "model.safetensors"),
+            ids,
+            heads=config["num_attention_heads"],
+            key_value_heads=config["num_key_value_heads"],
+            epsilon=config["rms_norm_eps"],
+            theta=config.get("rope_theta", 10000.0),
+        )
+        for place in np.flatnonzero(labels != IGNORE_LABEL):
+            before = logits[place - 1]
+            losses.append(np.log(np.exp(before - before.max()).sum()) + before.max() - before[labels[place]])
+            right.append(before.argmax() == labels[place])
+    return float(np.mean(losses)), float(np.mean(right))
+
+
+def test_losses_are_those_of_an_independent_forward_pass(finished_stage: Finished, stories: Path):
+    split = TokenRows(finished_stage.folder / "tokenize" / ("0" * 64) / "validation")
+    rows = [split.row(index) for index in (0, 2)]
+    report = finished_stage.report
+    assert (report.rows, report.rows_too_long) == (2, 1)
+    assert report.tokens == sum(int((labels != IGNORE_LABEL).sum()) for _, labels in rows)
+    before, after = expected_score(stories, rows), expected_score(finished_stage.merged, rows)
+    assert abs(before[0] - after[0]) > 0.01  # else before and after could be swapped unseen
+    # float32 with logits up to 20: about 1e-5
+    assert (report.loss_before, report.loss_after) == pytest.approx((before[0], after[0]), abs=1e-4)
+    assert (report.token_accuracy_before, report.token_accuracy_after) == (before[1], after[1])
+    assert report.perplexity_after == pytest.approx(math.exp(report.loss_after))
+
+
+def test_answers_are_of_the_base_model_and_of_the_mindir(finished_stage: Finished, encoder: Encoder):
+    answers = finished_stage.report.answers
+    assert [answer.reference for answer in answers] == ["A dog is a small animal.", "I am Lily."]
+    assert [answer.prompt for answer in answers] == ["Q: What is a dog?\nA:", "Q: Who are you?\nA:"]
+    served = Generator.from_mindir(finished_stage.folder / "export" / ("0" * 64))
+    for told in answers:
+        made = served.generate(encoder.encode_prompt(told.prompt), 8, stop_ids=[encoder.eos_id])
+        assert told.after == encoder.decode(made.ids).strip()
+        assert told.after != told.before
+
+
+def test_metrics_and_volatile_files_are_named(finished_stage: Finished):
+    result, report = finished_stage.result, finished_stage.report
+    speed = Speed.model_validate_json((finished_stage.output / "speed.json").read_text(encoding="utf-8"))
+    assert result.metrics == {
+        "loss_before": report.loss_before,
+        "loss_after": report.loss_after,
+        "perplexity_before": report.perplexity_before,
+        "perplexity_after": report.perplexity_after,
+        "token_accuracy_before": report.token_accuracy_before,
+        "token_accuracy_after": report.token_accuracy_after,
+        "tokens_per_second": speed.tokens_per_second,
+        "first_token_seconds": speed.first_token_seconds,
+        "peak_memory_bytes": speed.peak_memory_bytes,
+    }
+    assert all(math.isfinite(value) and value > 0 for value in result.metrics.values())
+    assert result.payload is None
+    assert sorted({path.name for path in finished_stage.output.iterdir()} - set(result.volatile)) == ["report.json"]
+    assert f"{report.loss_after:.3f}" in (finished_stage.output / "report.html").read_text(encoding="utf-8")
+
+
+def test_progress_reaches_its_total(finished_stage: Finished):
+    total = 1 + 2 * (2 + 2)  # speed; rows and prompts, before and after
+    assert finished_stage.progress == [(done, total) for done in range(1, total + 1)]
+
+
+def test_prompt_that_does_not_fit_is_refused_before_a_model_is_loaded(
+    finished_stage: Finished, stories: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Generator, "from_mindir", lambda folder: pytest.fail("a model was loaded"))
+    config = llm_config(finished_stage.folder, stories, prompts=("Who are you? " * 10,))
+    inputs = {name: finished_stage.folder / name / ("0" * 64) for name in ("tokenize", "export")}
+    with pytest.raises(ConfigError, match="Prompt 1 of evaluate"):
+        run_stage(evaluate, "evaluate", finished_stage.folder / "refused", config, inputs)

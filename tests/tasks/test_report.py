@@ -242,7 +242,8 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.texts))
+        text = re.sub(r"\s+", " ", " ".join(self.texts))
+        return text.replace("( ", "(").replace(" )", ")")  # blanks that come from joining the elements
 
 
 def test_page_needs_nothing_from_elsewhere(page: str):
