@@ -23,8 +23,7 @@ from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
 from schemas.errors import EXIT_FAILED, MindtuneError
 from schemas.manifest import RunRecord, StageName
-from tasks.plan import Planner, check_inputs, explain
-from tasks.runner import device_of
+from tasks.plan import Planner, check_inputs, device_of, explain
 from tasks.stages import STAGES
 from tasks.store import Store
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from schemas.config import LlmConfig
 from schemas.errors import InputError
 from schemas.manifest import ArtifactRef, Manifest, StageName
+from schemas.reports import EnvReport
 from tasks.code import code_digests
 from tasks.data.sources import list_files, sniff
 from tasks.environment import guess_device
@@ -82,16 +83,19 @@ class Planner:
         """The decisions for all stages, in order."""
         decisions: list[Decision] = []
         made: dict[StageName, ArtifactRef] = {}
+        device = self.guess_device()
         for stage in STAGES.values():
             waiting = [name for name in stage.takes if name not in made]
             if waiting:
                 reason = f"{' and '.join(waiting)} will be made first"
                 decisions.append(Decision(stage.name, None, reason, None, {}))
                 continue
-            decision = self.decide(stage, {name: made[name] for name in stage.takes}, self.guess_device())
+            decision = self.decide(stage, {name: made[name] for name in stage.takes}, device)
             decisions.append(decision)
             if decision.ref is not None:
                 made[stage.name] = decision.ref
+            if stage.name == "validate_env" and decision.ref is not None:
+                device = device_of(self._store, decision.ref)
         self._digests.save()
         return decisions
 
@@ -113,7 +117,8 @@ class Planner:
         key = digest_of(document)
         if stage.name in self._force:
             return Decision(stage.name, None, "asked for (--force)", document, sources)
-        ref, problem = self._store.find(stage.name, key, self._deep)
+        deep = self._deep or stage.name == "validate_env"  # its report says the device, also when nothing has to run
+        ref, problem = self._store.find(stage.name, key, deep)
         if ref is not None:
             return Decision(stage.name, ref, "nothing that it depends on has changed", document, sources)
         if self._store.folder(stage.name, key).exists():
@@ -195,6 +200,12 @@ def differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[Chan
             yield from differences(old.get(name), new.get(name), (*path, name))
     elif old != new:
         yield Change(path, old, new)
+
+
+def device_of(store: Store, env: ArtifactRef) -> Device:
+    """The device kind that `validate_env` chose."""
+    text = (store.open(env) / "report.json").read_text(encoding="utf-8")
+    return EnvReport.model_validate_json(text).device
 
 
 def nearest_manifest(manifests: Iterator[Manifest], document: Mapping[str, Any]) -> Manifest | None:

@@ -21,9 +21,8 @@ from typing import Any, Literal
 
 from schemas.errors import ChildError, MindtuneError, StageError
 from schemas.manifest import ArtifactRef, RunSpec, StageJob, StageName, StageOutcome, StageResult
-from schemas.reports import EnvReport
 from tasks.child import ERROR, JOB, LOG, PROGRESS, RESULT, failed_log
-from tasks.plan import Decision, Planner
+from tasks.plan import Decision, Device, Planner, device_of
 from tasks.stages import STAGES, Stage
 from tasks.store import Store
 
@@ -53,7 +52,7 @@ class StageRun:
         self.store = Store(Path(spec.root))
         self.inputs = {name: inputs[name] for name in self.stage.takes}
         self._planner = Planner(self.store, spec.config, spec.force, spec.accept_code, deep=True)
-        self._device: Literal["CPU", "Ascend"] = (
+        self._device: Device = (
             device_of(self.store, inputs["validate_env"]) if "validate_env" in inputs else self._planner.guess_device()
         )
 
@@ -149,12 +148,6 @@ class StageRun:
                 inputs={name: given.digest for name, given in self.inputs.items()},
             ),
         )
-
-
-def device_of(store: Store, env: ArtifactRef) -> Literal["CPU", "Ascend"]:
-    """The device kind that `validate_env` chose."""
-    text = (store.open(env) / "report.json").read_text(encoding="utf-8")
-    return EnvReport.model_validate_json(text).device
 
 
 def run_child(job: StageJob, work: Path, lock: int, on_line: Listener, on_progress: ProgressListener) -> StageResult:

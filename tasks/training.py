@@ -7,7 +7,6 @@ MindSpore's operators are deterministic).
 
 import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from schemas.errors import StageError
 from schemas.reports import CurvePoint, TrainTimings, ValidationPoint
 from tasks.batches import MicroBatch
 from tasks.checkpoints import Checkpoint, Checkpoints, Progress, Tensors
+from tasks.memory import peak_memory_bytes
 from tasks.models.train_step import TrainStep
 from tasks.stages import StageContext
 from tasks.step_clock import StepClock
@@ -115,7 +115,7 @@ class Training:
             compile_seconds=compile_seconds,
             median_step_seconds=self._clock.median_step_seconds,
             trained_tokens_per_second=self._clock.tokens_per_second,
-            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_memory_bytes=peak_memory_bytes(),
             resumed_from_step=resumed_from,
         )
         return Outcome(self.progress, self.step.state(), self.best, timings)
