@@ -36,6 +36,7 @@ TESTED = {
 NOT_NEEDED = frozenset({"mindnlp", "mindvision"})  # no stage of the job llm imports them
 
 ROOT = Path("/")
+NO_NODE = "there is no device node /dev/davinci*"
 GIB = 2**30
 DRIVER_FILES = ("usr/local/Ascend/driver/version.info", "var/davinci/driver/version.info")
 # newest layout first: CANN 8.5 moved from ascend-toolkit/latest to cann
@@ -147,7 +148,7 @@ def read_version(text: str) -> str | None:
 
 
 def check_resources(config: EnvConfig, root: Path, host: Path = ROOT) -> dict[str, int]:
-    """Free disk and memory now, in bytes, as `free_disk_bytes` and `free_memory_bytes`.
+    """Free disk and memory now, in bytes, as `free_disk_bytes` and `free_memory_bytes`; looked at before every run.
 
     Args:
         config: the wanted minimum of both.
@@ -155,8 +156,10 @@ def check_resources(config: EnvConfig, root: Path, host: Path = ROOT) -> dict[st
         host: root of the file system, for `/proc` and `/sys`.
 
     Raises:
-        HostError: less is free than the configuration asks for.
+        HostError: less is free than the configuration asks for, or it asks for an NPU and there is not even a node.
     """
+    if config.device == "ascend" and not device_nodes(host):
+        raise HostError("env.no_ascend", reason=NO_NODE)
     place = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
     disk = shutil.disk_usage(place).free
     if disk < config.min_free_disk_gib * GIB:

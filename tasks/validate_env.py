@@ -17,6 +17,7 @@ from schemas.errors import HostError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import EnvReport, PackageFinding
 from tasks.environment import (
+    NO_NODE,
     NOT_NEEDED,
     PYTHON,
     ROOT,
@@ -130,7 +131,7 @@ def choose_device(wanted: DeviceChoice, host: Path = ROOT, try_device: Callable[
         if found is not None:
             return Choice("Ascend", f"{', '.join(nodes)} computed a small product rightly", found)
     else:
-        problem = "there is no device node /dev/davinci*"
+        problem = NO_NODE
     if wanted == "ascend":
         raise HostError("env.no_ascend", reason=problem)
     if nodes:

@@ -34,7 +34,8 @@ class KeyedDropout(nn.Cell):
 
     Element (i, j) is dropped where row_i * key * column_j, wrapped to 32 bits, is in the lowest share of int32. All
     three factors are random odd numbers, so that products in one row, in one column, or of two draws are independent
-    of each other. This takes four elementwise operations, and a third less time than nn.Dropout on a CPU.
+    of each other. This takes four elementwise operations, and a third less time than nn.Dropout on a CPU. That int32
+    products wrap around is tested on the CPU; on Ascend it has not been shown.
 
     Args:
         share: what is dropped, above 0 and below 1.

@@ -238,6 +238,12 @@ def _spec_of(folder: Path, config: Mapping[str, Any]) -> DecoderSpec:
             raise InputError("model.no_config", path=folder, problem=f"{field} is {value!r}, not a positive number")
         return value
 
+    def flag(field: str) -> bool:
+        value = config.get(field) or False
+        if not isinstance(value, bool):
+            raise InputError("model.no_config", path=folder, problem=f"{field} is {value!r}, not true or false")
+        return value
+
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     rope = config.get("rope_parameters") or {}
     spec = DecoderSpec(
@@ -251,7 +257,7 @@ def _spec_of(folder: Path, config: Mapping[str, Any]) -> DecoderSpec:
         norm_epsilon=float(number("rms_norm_eps", 1e-6, float)),
         rope_theta=float(number("rope_theta", rope.get("rope_theta", 10000.0), float)),
         positions=number("max_position_embeddings", 2048),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        tied_head=flag("tie_word_embeddings"),
     )
     if spec.heads % spec.key_value_heads:
         problem = f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({spec.key_value_heads})"
