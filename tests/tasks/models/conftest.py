@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tasks.models.device import use_device
 from tasks.models.spec import DecoderSpec, expected_shapes
+
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cpu():
     """The CPU in graph mode."""
-    from tasks.models.device import use_device
-
     use_device("CPU")
 
 
@@ -89,7 +90,7 @@ def small_model(tmp_path_factory) -> SmallModel:
     }
     folder = tmp_path_factory.mktemp("small-model")
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / WEIGHTS)
     return SmallModel(folder, config, spec, tensors)
 
 
@@ -104,6 +105,3 @@ def checkpoint(tmp_path, small_model):
         return tmp_path
 
     return write
-
-
-WEIGHTS = "model.safetensors"

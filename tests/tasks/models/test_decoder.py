@@ -7,7 +7,7 @@ from mindspore import nn
 from tokenizers import Tokenizer
 
 from tasks.models.decoder import Decoder
-from tasks.models.loading import load_decoder
+from tasks.models.loading import load_decoder, read_tensors
 
 # What llama2.c prints for this model at temperature 0: its doc/stories260K.md, the words of the model itself.
 STORY = """\
@@ -74,11 +74,17 @@ def test_logits_agree_with_numpy_for_grouped_heads_of_odd_sizes(small_model, sma
 
 
 def test_a_real_checkpoint_agrees_with_numpy(stories, stories_logits, numpy_llama):
-    from tasks.models.loading import read_tensors
-
     ids = np.random.default_rng(2).integers(3, 512, 24)
     expected = numpy_llama.logits(read_tensors(stories), ids, heads=8, key_value_heads=4, epsilon=1e-5, theta=10000.0)
     np.testing.assert_allclose(stories_logits(ids), expected, atol=1e-4)
+
+
+def test_a_chinese_checkpoint_in_float16_agrees_with_numpy(shared_data, numpy_llama):
+    folder = shared_data / "models" / "zh-tiny-llama"
+    ids = np.random.default_rng(5).integers(3, 6400, 12, dtype=np.int32)
+    found = Logits(load_decoder(folder)).set_train(False)(ms.Tensor(ids[None])).asnumpy()[0]
+    expected = numpy_llama.logits(read_tensors(folder), ids, heads=4, key_value_heads=2, epsilon=1e-5, theta=10000.0)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_a_later_token_changes_nothing_before_it(small_model, small_logits):

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -112,6 +114,7 @@ def test_an_option_that_would_change_the_result_is_refused(checkpoint, field, va
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a positive number"),
         ({"num_attention_heads": True}, "num_attention_heads is True, not a positive number"),
         ({"num_key_value_heads": 4}, r"num_attention_heads \(6\) is no multiple of num_key_value_heads \(4\)"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
         ({"head_dim": 7}, r"the head size \(7\) is odd"),
     ],
 )
@@ -220,3 +223,9 @@ def test_a_byte_order_mark_before_the_config_does_no_harm(checkpoint, small_mode
     folder = checkpoint()
     (folder / "config.json").write_text("\ufeff" + json.dumps(small_model.config), encoding="utf-8")
     assert read_spec(folder) == small_model.spec
+
+
+def test_what_planning_imports_loads_no_framework():
+    code = "import sys, tasks.models.spec, tasks.models.adapter; print({'mindspore', 'mindnlp'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
