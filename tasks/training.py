@@ -98,6 +98,7 @@ class Training:
         """
         began = time.perf_counter()
         resumed_from = self._resume()
+        self.context.report_progress(resumed_from, self.course.steps, "compiling")
         self.step.compile(next(iter(self.course.micro_batches(1))))
         compile_seconds = time.perf_counter() - began
         logger.info("compiled in %.1f s", compile_seconds)

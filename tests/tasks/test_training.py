@@ -199,8 +199,9 @@ def test_a_finished_training_that_was_not_published_is_not_done_again(start):
 def test_progress_is_reported_for_each_step_with_the_loss_last_read(start):
     reports = []
     start(FakeStep(losses={3: 2.5}), report=lambda *report: reports.append(report)).run()
-    assert [report[:2] for report in reports] == [(step, 10) for step in range(1, 11)]
-    assert reports[2][2] == reports[3][2] == "loss 2.500"
+    assert reports[0] == (0, 10, "compiling")
+    assert [report[:2] for report in reports[1:]] == [(step, 10) for step in range(1, 11)]
+    assert reports[3][2] == reports[4][2] == "loss 2.500"
 
 
 def test_log_lines_say_step_loss_rate_norm_speed_and_time_left(start, caplog):
