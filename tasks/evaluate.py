@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from schemas.config import EvaluateConfig
 from schemas.errors import ConfigError, InputError, StageError
 from schemas.manifest import StageJob, StageResult
-from schemas.reports import Answer, EvalReport, MindirSpec, Speed, TokenizeReport
+from schemas.reports import Answer, EvalReport, Speed, TokenizeReport
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoder
 from tasks.data.shards import TokenRows
 from tasks.data.templates import TEMPLATES, Asked, Template
 from tasks.files import write_atomically
 from tasks.memory import peak_memory_bytes
-from tasks.models.generation import SPEC_FILE, Generator
+from tasks.models.generation import Generator, read_mindir_spec
 from tasks.report import write_report
 from tasks.scoring import Score, score_row
 from tasks.stages import StageContext
@@ -71,7 +71,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     """
     settings = job.config.evaluate
     mindir, tokens, output = Path(job.inputs["export"]), Path(job.inputs["tokenize"]), Path(job.output)
-    cache = MindirSpec.model_validate_json((mindir / SPEC_FILE).read_text(encoding="utf-8"))
+    cache = read_mindir_spec(mindir)
     tokenized = TokenizeReport.model_validate_json((tokens / "report.json").read_text(encoding="utf-8"))
 
     # all that can be refused, before a model is loaded

@@ -1,6 +1,7 @@
 """Stage `merge`: base model + adapter = one Hugging Face folder, with a certificate.
 
-    config.json, generation_config.json, tokenizer files   those of the base model (or of model.tokenizer)
+    config.json, generation_config.json, tokenizer files   those of the base model (or of model.tokenizer); they stop at
+                                                           the token that the adapter was trained to end with, too
     model.safetensors                                      or shards and model.safetensors.index.json
     certificate.json                                       MergeCertificate: merged against attached, on probe prompts
 
@@ -10,9 +11,8 @@ attached. Its last digits are not a function of the key.
 
 import json
 import logging
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,11 +109,20 @@ def write_merged(base: Path, adapter: Adapter, adapter_folder: Path, output: Pat
     )
     config = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
     names = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]  # old name, new name
-    config |= dict.fromkeys(names, settings.dtype)
-    (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_config(output / "config.json", config | dict.fromkeys(names, settings.dtype), adapter)
     if (base / "generation_config.json").is_file():
-        shutil.copyfile(base / "generation_config.json", output / "generation_config.json")
+        generation = json.loads((base / "generation_config.json").read_text(encoding="utf-8-sig"))
+        _write_config(output / "generation_config.json", generation, adapter)
     return digest
+
+
+def _write_config(path: Path, config: dict[str, Any], adapter: Adapter) -> None:
+    """Write a configuration that stops at the token that the adapter was trained to end with, too."""
+    ends = config.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if adapter.end_token is not None and adapter.end_token not in known:
+        config |= {"eos_token_id": [adapter.end_token, *known] if known else adapter.end_token}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compare(base: Path, adapter: Adapter, merged: Path, device: Device) -> tuple[float, float]:

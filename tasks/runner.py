@@ -114,7 +114,7 @@ class StageRun:
         result = run_child(job, work, lock, on_line, on_progress)
         shutil.copyfile(work / LOG, work / "build" / LOG)
         result = result.model_copy(update={"volatile": (*result.volatile, LOG)})
-        return self.store.publish(
+        ref = self.store.publish(
             self.stage.name,
             decision.key_document,
             result,
@@ -122,6 +122,8 @@ class StageRun:
             self.spec.run,
             time.monotonic() - started,
         )
+        failed_log(work).unlink(missing_ok=True)
+        return ref
 
     def _record(
         self,

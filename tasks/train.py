@@ -49,12 +49,14 @@ class _Data:
         validation: rows to validate on; the same where nothing was held out.
         order: which training rows a step sees.
         length: tokens that every row is padded to.
+        end_token: id of the token that ends every answer.
     """
 
     training: Rows
     validation: Rows
     order: RowOrder
     length: int
+    end_token: int
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """What a step sees, counted from 1."""
@@ -137,7 +139,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     )
     step.restore(outcome.best if train.keep == "best" else outcome.last)
     output = Path(job.output)
-    _write_adapter(output, decoder, train, job.sources["base"])
+    _write_adapter(output, decoder, train, job.sources["base"], data.end_token)
     _write_optimizer(output / OPTIMIZER_FILE, step, kept_step)
     write_atomically(output / REPORT_FILE, report.model_dump_json(indent=1))
     write_atomically(output / TIMINGS_FILE, outcome.timings.model_dump_json(indent=1))
@@ -166,7 +168,7 @@ def _open_data(folder: Path, train: TrainConfig, positions: int) -> _Data:
     validation = training if report.validation_is_training else TokenRows(folder / "validation")
     order = RowOrder(len(training), train.batch_size, train.gradient_accumulation, train.seed)
     length = padded_length([*training.lengths(), *validation.lengths()], positions)
-    return _Data(training, validation, order, length)
+    return _Data(training, validation, order, length, report.eos_id)
 
 
 def _make_step(decoder: "Decoder", train: TrainConfig) -> "TrainStep":
@@ -204,7 +206,7 @@ def _plan(data: _Data, train: TrainConfig) -> "Course":
     )
 
 
-def _write_adapter(output: Path, decoder: "Decoder", train: TrainConfig, base_digest: str) -> None:
+def _write_adapter(output: Path, decoder: "Decoder", train: TrainConfig, base_digest: str, end_token: int) -> None:
     from tasks.models.adapter import Adapter, layers_of, save_adapter
     from tasks.models.lora import adapter_tensors
 
@@ -215,6 +217,7 @@ def _write_adapter(output: Path, decoder: "Decoder", train: TrainConfig, base_di
         target_modules=train.lora.target_modules,
         layers=layers_of(adapter_tensors(decoder)),
         base_digest=base_digest,
+        end_token=end_token,
     )
     save_adapter(output, adapter)
 

@@ -80,7 +80,8 @@ def test_the_lock_pins_every_package_and_holds_no_address_and_no_torch():
 
 
 def test_no_tracked_file_names_a_registry_a_machine_path_or_is_large():
-    hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", "npm" + r"js\.org", "/wo" + r"rk/(main|steering|\.library)"]).encode())
+    words = ["py" + r"pi\.org", "python" + "hosted", "npm" + r"js\.org", "/wo" + r"rk/(main|steering|\.library)"]
+    hosts = re.compile("|".join(words).encode())
     for path in _tracked():
         data = path.read_bytes()
         assert not hosts.search(data), path

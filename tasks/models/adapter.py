@@ -2,7 +2,7 @@
 
     adapter_config.json        rank, alpha, dropout, target modules, in PEFT's words
     adapter_model.safetensors  base_model.model.<layer>.lora_A.weight (R, in) and .lora_B.weight (out, R), float32
-    mindtune.json              the digest of the base model that it was trained on; PEFT doesn't look at this file
+    mindtune.json              digest of the base model and end token that it was trained with; PEFT passes it over
 
 Source of the form: PEFT 0.17.1, LoraConfig and save_pretrained.
 """
@@ -59,6 +59,7 @@ class Adapter:
         layers: by full layer name the pair a (R, in), b (out, R), float32.
         base_digest: the base model that it was trained on; None: it came without.
         use_rslora: the scale is alpha / sqrt(R) instead of alpha / R (Kalajdzievski 2023, arXiv 2312.03732).
+        end_token: id of the token that it was trained to end its answers with; None: not known.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Adapter:
     layers: Layers
     base_digest: str | None = None
     use_rslora: bool = False
+    end_token: int | None = None
 
     @property
     def scale(self) -> float:
@@ -125,7 +127,11 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
     write_atomically(folder / WEIGHTS_FILE, save(tensors))
     write_atomically(folder / CONFIG_FILE, _document(config))
     if adapter.base_digest is not None:
-        origin = {"format_version": ORIGIN_VERSION, "base_digest": adapter.base_digest}
+        origin = {
+            "format_version": ORIGIN_VERSION,
+            "base_digest": adapter.base_digest,
+            "end_token": adapter.end_token,
+        }
         write_atomically(folder / ORIGIN_FILE, _document(origin))
 
 
@@ -151,8 +157,8 @@ def read_adapter(folder: Path) -> Adapter:
             dropout=float(config.get("lora_dropout", 0.0)),
             target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
             layers=layers_of(dict(read_file(folder / WEIGHTS_FILE))),
-            base_digest=_base_digest(folder),
             use_rslora=bool(config.get("use_rslora", False)),
+            **_origin(folder),
         )
     except KeyError as error:
         raise _unusable(folder, f"{CONFIG_FILE} lacks {error}") from error
@@ -170,16 +176,20 @@ def _check_shapes(folder: Path, adapter: Adapter) -> None:
             raise _unusable(folder, f"lora_A {a.shape} and lora_B {b.shape} of {layer} are not of rank {adapter.rank}")
 
 
-def _base_digest(folder: Path) -> str | None:
+def _origin(folder: Path) -> dict[str, Any]:
+    """Base digest and end token, where the adapter was made by mindtune."""
     if not (folder / ORIGIN_FILE).is_file():
-        return None
+        return {}
     origin = _read_document(folder, ORIGIN_FILE)
     if origin.get("format_version") != ORIGIN_VERSION:
         problem = f"{ORIGIN_FILE} is of format version {origin.get('format_version')}, not {ORIGIN_VERSION}"
         raise _unusable(folder, problem)
     if not isinstance(origin.get("base_digest"), str):
         raise _unusable(folder, f"{ORIGIN_FILE} lacks 'base_digest'")
-    return str(origin["base_digest"])
+    end_token = origin.get("end_token")
+    if end_token is not None and not isinstance(end_token, int):
+        raise _unusable(folder, f"{ORIGIN_FILE} sets 'end_token' to {end_token!r}, not to a token id")
+    return {"base_digest": origin["base_digest"], "end_token": end_token}
 
 
 def _read_document(folder: Path, name: str) -> dict[str, Any]:

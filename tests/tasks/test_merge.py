@@ -90,7 +90,7 @@ def test_the_folder_holds_a_whole_checkpoint(merged, stories):
         "tokenizer.model",
         "tokenizer_config.json",
     ]
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         assert (output / name).read_bytes() == (stories / name).read_bytes()
     assert json.loads((output / "config.json").read_text()) == json.loads((stories / "config.json").read_text())
 
@@ -286,3 +286,16 @@ def test_a_float16_base_keeps_its_bits_where_nothing_was_trained(shared_data, tm
     for name in before:
         assert after[name].dtype == np.float16
         assert (after[name].tobytes() == before[name].tobytes()) == (name not in adapted)
+
+
+@pytest.mark.parametrize(("own", "trained", "wanted"), [(2, 1, [1, 2]), (2, 2, 2), ([2, 5], 5, [2, 5]), (2, None, 2)])
+def test_the_merged_model_stops_at_the_trained_end_token_too(stories, tmp_path, own, trained, wanted):
+    base = tmp_path / "base"
+    shutil.copytree(stories, base)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(config | {"eos_token_id": own}))
+    adapter = make_adapter(base, end_token=trained)
+    merge.write_merged(base, adapter, tmp_path, tmp_path, MergeConfig())
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / name).read_text())["eos_token_id"] == wanted

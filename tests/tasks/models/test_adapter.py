@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -230,3 +231,9 @@ def test_the_weights_file_is_read_by_the_safetensors_library(tmp_path, adapter):
     save_adapter(tmp_path, adapter)
     with safe_open(tmp_path / "adapter_model.safetensors", "np") as file:
         np.testing.assert_array_equal(file.get_tensor(tensor_names(QUERY)[1]), adapter.layers[QUERY][1])
+
+
+@pytest.mark.parametrize("end_token", [None, 7])
+def test_the_end_token_travels_with_the_adapter(tmp_path, adapter, end_token):
+    save_adapter(tmp_path, replace(adapter, end_token=end_token))
+    assert read_adapter(tmp_path).end_token == end_token
