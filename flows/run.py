@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.embedded import prefect_api
 from flows.settings import artifact_root, change_config, check_overrides_belong
 from schemas.config import LlmConfig
-from schemas.errors import Interruption, MindtuneError, StoreError
+from schemas.errors import InterruptionError, MindtuneError, StoreError
 from schemas.manifest import ArtifactRef, RunRecord, RunSpec, StageName
 from tasks.environment import check_resources
 from tasks.plan import Decision, Planner, check_inputs
@@ -165,4 +165,4 @@ def as_known_error(error: BaseException) -> MindtuneError:
     if isinstance(error, Exception):
         log.error("unexpected error", exc_info=error)
         return MindtuneError("internal", kind=type(error).__name__, problem=error)
-    return Interruption("interrupted")  # SIGINT, SIGTERM, or Prefect's signal of a cancelled flow
+    return InterruptionError("interrupted")  # SIGINT, SIGTERM, or Prefect's signal of a cancelled flow

@@ -97,7 +97,7 @@ class StageError(MindtuneError):
     """A stage ran and failed."""
 
 
-class Interruption(MindtuneError):
+class InterruptionError(MindtuneError):
     """The user or the system asked the process to end (SIGINT, SIGTERM)."""
 
     exit_code = EXIT_INTERRUPTED

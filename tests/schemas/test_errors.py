@@ -17,7 +17,7 @@ def _raised_codes() -> dict[str, tuple[str, set[str] | None]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if not node.func.id.endswith(("Error", "Interruption")) or not node.args:
+            if not node.func.id.endswith(("Error", "InterruptionError")) or not node.args:
                 continue
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str) and first.value in message_templates():
