@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/mindtune run stories260k
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

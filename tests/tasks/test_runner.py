@@ -102,6 +102,7 @@ def test_a_crash_is_an_error_with_signal_and_last_lines(tmp_path, behaviour, nam
 
 def test_when_the_runner_is_interrupted_the_stage_and_its_helpers_end(tmp_path, monkeypatch):
     job, work = _job(tmp_path, "hang")
+
     def interrupt():
         _wait_for(work / "keep" / "pids")
         os.kill(os.getpid(), signal.SIGINT)
