@@ -1,14 +1,14 @@
 """How each stage works.
 
-    the stages      validate_env  tokenize  train  merge  export  evaluate: one module each, with `run(job, context)`
-    their contract  stages: what each depends on, and what it may ask of its runner
-    what is kept    store: artifacts and runs; plan: keys, decisions, reasons; fingerprint, code: digests of inputs and
-                    code; files: writing that survives a crash; tokenizer_files
-    how they run    runner, child: a stage in a process of its own; cached: the six Prefect tasks
-    validate_env    environment, probe
-    train           training: the loop; batches, schedule, checkpoints, step_clock
-    evaluate        scoring, memory, report, plots, report.html.j2
-    generate        answer
-    data/           readers, templates, masks, shards: no Prefect, no MindSpore
-    models/         nn.Cell code, weights, adapters, generation: no Prefect, no store
+the stages      validate_env  tokenize  train  merge  export  evaluate: one module each, with `run(job, context)`
+their contract  stages: what each depends on, and what it may ask of its runner
+what is kept    store: artifacts and runs; plan: keys, decisions, reasons; fingerprint, code: digests of inputs and
+                code; files: writing that survives a crash; tokenizer_files
+how they run    runner, child: a stage in a process of its own; cached: the six Prefect tasks
+validate_env    environment, probe
+train           training: the loop; batches, schedule, checkpoints, step_clock
+evaluate        scoring, memory, report, plots, report.html.j2
+generate        answer
+data/           readers, templates, masks, shards: no Prefect, no MindSpore
+models/         nn.Cell code, weights, adapters, generation: no Prefect, no store
 """
