@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/mindtune run stories260k
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff check .

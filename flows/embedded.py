@@ -56,7 +56,7 @@ def prefect_api(root: Path) -> Iterator[None]:
         PREFECT_HOME=str(home),
         PREFECT_SERVER_ANALYTICS_ENABLED="false",
         DO_NOT_TRACK="1",
-        PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
+        PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "CRITICAL"),
         PREFECT_SERVER_LOGGING_LEVEL="ERROR",
         PREFECT_LOGGING_TO_API_ENABLED="false",  # the logs lie in the artifacts; the server ends before the last ones
     )
