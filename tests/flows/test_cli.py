@@ -96,3 +96,15 @@ def test_too_little_disk_or_memory_is_not_fit_before_any_stage(cli):
     answer = cli("run", PRESET, "--set", "env.min_free_memory_gib=100000", "--json")
     assert answer.code == 3
     assert answer.document["error"]["code"] == "env.memory"
+
+
+def test_a_stage_that_fails_is_told_once_and_recorded(cli, tmp_path):
+    (tmp_path / "keys.json").write_text('[{"prompt": "a", "response": "b"}]')
+    answer = cli("run", PRESET, "--set", f"data.train=[{tmp_path / 'keys.json'}]", "--json")
+    assert answer.code == 2
+    assert answer.document["error"]["code"] == "data.nothing_left"
+    assert answer.document["error"]["stage"] == "tokenize"
+    assert list(answer.actions().values()) == ["ran", "failed", *["not_run"] * 4]
+    assert "Traceback" not in answer.err
+    shown = cli("show", "latest", "--json").document
+    assert (shown["status"], shown["error"]) == ("failed", answer.document["error"])
