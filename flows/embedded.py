@@ -45,9 +45,11 @@ def prefect_api(root: Path) -> Iterator[None]:
         root: artifact root; the embedded server keeps its database in `prefect-home` below it.
 
     Raises:
-        HostError: the embedded server does not come up (prefect.no_server).
+        HostError: the embedded server does not come up (prefect.no_server), or the configured one does not answer
+            (prefect.unreachable).
     """
-    if configured_server():
+    if url := configured_server():
+        _check_reachable(url)
         yield
         return
     home = root / "prefect-home"
@@ -58,6 +60,7 @@ def prefect_api(root: Path) -> Iterator[None]:
         DO_NOT_TRACK="1",
         PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "CRITICAL"),
         PREFECT_SERVER_LOGGING_LEVEL="ERROR",
+        PREFECT_CLIENT_MAX_RETRIES="3",  # 14 s instead of 62 s until a server that was killed is given up
         PREFECT_LOGGING_TO_API_ENABLED="false",  # the logs lie in the artifacts; the server ends before the last ones
     )
     with (home / "start.lock").open("w") as lock, (home / "server.log").open("ab") as output:
@@ -87,6 +90,15 @@ def prefect_api(root: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _check_reachable(url: str) -> None:
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10).close()
+    except urllib.error.HTTPError:
+        return  # it answers; whether it lets us in is for Prefect to say
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise HostError("prefect.unreachable", url=url, problem=getattr(error, "reason", error)) from error
 
 
 def _free_port() -> int:

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -162,6 +164,9 @@ def as_known_error(error: BaseException) -> MindtuneError:
         return error
     if isinstance(error, OSError):
         return MindtuneError("io.failed", problem=error)
+    httpx = sys.modules.get("httpx")  # Prefect's client; where it was not imported the error can't be its
+    if httpx is not None and isinstance(error, httpx.HTTPError):
+        return MindtuneError("prefect.unreachable", url=os.environ.get("PREFECT_API_URL"), problem=error)
     if isinstance(error, Exception):
         log.error("unexpected error", exc_info=error)
         return MindtuneError("internal", kind=type(error).__name__, problem=error)

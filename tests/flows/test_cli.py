@@ -108,3 +108,11 @@ def test_a_stage_that_fails_is_told_once_and_recorded(cli, tmp_path):
     assert "Traceback" not in answer.err
     shown = cli("show", "latest", "--json").document
     assert (shown["status"], shown["error"]) == ("failed", answer.document["error"])
+
+
+def test_a_configured_server_that_does_not_answer_is_named_before_any_stage(cli):
+    answer = cli("run", PRESET, "--json", PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert answer.code == 3
+    assert answer.document["error"]["code"] == "prefect.unreachable"
+    assert "http://127.0.0.1:9/api" in answer.document["error"]["message"]
+    assert set(answer.actions().values()) == {"not_run"}
