@@ -4,6 +4,7 @@ Standard output holds the answer (with `--json` exactly one JSON document), stan
 1 failed, 2 bad arguments or configuration, 3 environment not fit.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -21,7 +22,7 @@ from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
 from flows.settings import artifact_root, load_config
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
-from schemas.errors import EXIT_FAILED, MindtuneError
+from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
 from schemas.manifest import RunRecord, StageName
 from tasks.plan import Planner, check_inputs, device_of, explain
 from tasks.stages import STAGES
@@ -105,8 +106,13 @@ def runs(as_json: Json = False) -> None:
 
     def work() -> tuple[dict[str, Any], Any]:
         store = Store(artifact_root())
-        records = [store.read_run(name) for name in reversed(store.run_names())]
-        return view.runs_document(records), view.runs_table(records)
+        records, unreadable = [], []
+        for name in reversed(store.run_names()):
+            try:
+                records.append(store.read_run(name))
+            except StoreError as error:
+                unreadable.append({"run": name, "problem": error.message})
+        return {**view.runs_document(records), "unreadable": unreadable}, view.runs_table(records, unreadable)
 
     _answer(work, as_json)
 
@@ -190,7 +196,7 @@ def verify(as_json: Json = False) -> None:
                 damaged.append({"stage": name, "path": str(folder), "problem": problem})
             else:
                 whole += 1
-        lines = [f"[red]{item['stage']}[/] {item['problem']}" for item in damaged]
+        lines = [f"{item['stage']}: {item['problem']}" for item in damaged]
         return {"whole": whole, "damaged": damaged}, "\n".join([*lines, f"{whole} whole, {len(damaged)} damaged"])
 
     _answer(work, as_json)
@@ -245,30 +251,59 @@ def _answer(work: Callable[[], tuple[dict[str, Any], Any]], as_json: bool) -> No
         if as_json:
             sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
             return
+        if isinstance(shown, str):
+            sys.stdout.write(shown + "\n")  # a model's text may look like markup
+            return
         console = Console()
         if not console.is_terminal:
             console.width = PIPE_WIDTH
         if isinstance(shown, RunRecord):
             view.print_run(console, shown)
         else:
-            console.print(shown, markup=not isinstance(shown, str) or shown.startswith("["))
+            console.print(shown)
 
 
 def _fail(error: MindtuneError, as_json: bool) -> None:
     logging.getLogger("mindtune").debug("failed", exc_info=error)
     if as_json:
-        document: dict[str, Any] = {"error": error.as_document()}
-        if error.run is not None:
-            document = {**view.run_document(Store(artifact_root()).read_run(error.run)), **document}
-        sys.stdout.write(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+        _print_error(error)
     place = f"{error.stage}: " if error.stage else ""
     Console(stderr=True).print(f"[bold red]error[/] [dim]{error.code}[/]\n", end="")
     sys.stderr.write(f"{place}{error.message}\n{error.hint}\n")
     raise typer.Exit(error.exit_code)
 
 
+def _print_error(error: MindtuneError) -> None:
+    document: dict[str, Any] = {"error": error.as_document()}
+    if error.run is not None and error.root is not None:
+        with contextlib.suppress(MindtuneError, OSError):  # the error itself is what has to be told
+            document = {**view.run_document(Store(Path(error.root)).read_run(error.run)), **document}
+    sys.stdout.write(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+
+
+@runtime_checkable
+class _UsageProblem(Protocol):
+    """What typer raises for arguments that it can't take; typer 0.29 exports no common class of them."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+    def show(self) -> None: ...
+
+
 def main() -> None:
     """The console script."""
     # a plain SIGTERM would end this process at once, and training could not save its last steps
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    app()
+    try:
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:
+        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        if not isinstance(error, _UsageProblem):
+            raise
+        if "--json" in sys.argv:
+            _print_error(MindtuneError("usage", problem=error.format_message()))
+        error.show()
+        sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ loses task-run records at the end (PrefectHQ/prefect, `SubprocessASGIServer`). T
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import subprocess
@@ -19,8 +20,12 @@ from pathlib import Path
 
 from schemas.errors import HostError
 from tasks.child import die_with_parent
+from tasks.runner import child_environment
 
 START_SECONDS = 90.0
+DATABASE = "prefect.db"
+
+log = logging.getLogger("mindtune.prefect")
 
 
 def configured_server() -> str | None:
@@ -63,22 +68,9 @@ def prefect_api(root: Path) -> Iterator[None]:
         PREFECT_CLIENT_MAX_RETRIES="3",  # 14 s instead of 62 s until a server that was killed is given up
         PREFECT_LOGGING_TO_API_ENABLED="false",  # the logs lie in the artifacts; the server ends before the last ones
     )
-    with (home / "start.lock").open("w") as lock, (home / "server.log").open("ab") as output:
+    with (home / "start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two servers at once would both create the database
-        port = _free_port()
-        server = subprocess.Popen(
-            [sys.executable, "-m", "flows.embedded", str(os.getpid()), str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            _wait_until_healthy(server, port, home)
-        except BaseException:
-            server.kill()
-            server.wait()
-            raise
+        server, port = _start(home)
     os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
     try:
         yield
@@ -97,7 +89,7 @@ def _check_reachable(url: str) -> None:
         urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10).close()
     except urllib.error.HTTPError:
         return  # it answers; whether it lets us in is for Prefect to say
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise HostError("prefect.unreachable", url=url, problem=getattr(error, "reason", error)) from error
 
 
@@ -107,21 +99,56 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(server: subprocess.Popen[bytes], port: int, home: Path) -> None:
+def _start(home: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a server on the database of a home; a database that it can't work with is moved aside once."""
+    try:
+        return _launch(home)
+    except HostError as error:
+        if not (home / DATABASE).exists():
+            raise
+        aside = home / f"damaged-{time.time_ns()}"
+        aside.mkdir()
+        for path in home.glob(f"{DATABASE}*"):
+            path.rename(aside / path.name)
+        log.warning("%s The database of past runs was moved to %s; artifacts are not affected.", error.message, aside)
+        return _launch(home)
+
+
+def _launch(home: Path) -> tuple[subprocess.Popen[bytes], int]:
+    port = _free_port()
+    with (home / "server.log").open("ab") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows.embedded", str(os.getpid()), str(port)],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise HostError("prefect.no_server", seconds=START_SECONDS, log=home / "server.log")
+    try:
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2).close()
+                return server, port
+            except OSError:
+                time.sleep(0.1)
+    except BaseException:
+        server.kill()
+        server.wait()
+        raise
+    ended = server.poll()
+    server.kill()
+    server.wait()
+    problem = f"no answer within {START_SECONDS:g} s" if ended is None else f"it ended with exit code {ended}"
+    raise HostError("prefect.no_server", problem=problem, log=home / "server.log")
 
 
 def _serve(parent: int, port: int) -> None:
     die_with_parent(parent)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "prefect",
         "server",

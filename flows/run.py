@@ -43,7 +43,7 @@ def run_job(config: LlmConfig, source: str, label: str, accept_code: bool = Fals
     record = store.new_run(config, source, label)
     log.info("run: %s", record.run)
     spec = RunSpec(run=record.run, config=config, root=str(root), source=source, accept_code=accept_code)
-    with _recorded(store, record.run):
+    with _recorded(store, record.run, config):
         if _all_reused(decisions):
             _reuse(spec, decisions)
         else:
@@ -71,7 +71,7 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     record = store.read_run(run)
     check_overrides_belong(overrides, stage)
     config = change_config(record.config, overrides)
-    check_inputs(config)
+    check_inputs(config, [stage])
     wanted: list[StageName] = [*STAGES[stage].takes]
     if STAGES[stage].on_device:
         wanted.append("validate_env")
@@ -86,8 +86,8 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     for name, why in record.stale_stages().items():
         if name in STAGES[stage].takes:
             log.warning("%s: made from a stale artifact: %s (%s)", stage, name, why)
-    store.restart_run(record.run, config)
-    with _recorded(store, record.run):
+    store.restart_run(record.run)
+    with _recorded(store, record.run, config):
         stage_run = StageRun(stage, spec, {ref.stage: ref for ref in inputs})
         decision = stage_run.decide()
         if decision.ref is not None:
@@ -143,19 +143,19 @@ def pinned_artifacts(store: Store, record: RunRecord, wanted: Sequence[StageName
 
 
 @contextlib.contextmanager
-def _recorded(store: Store, run: str) -> Iterator[None]:
-    """Mark the run as done or failed, whatever happens."""
+def _recorded(store: Store, run: str, config: LlmConfig) -> Iterator[None]:
+    """Mark the run as done with this configuration, or as failed, whatever happens."""
     try:
         yield
     except BaseException as error:
         known = as_known_error(error)
         with contextlib.suppress(OSError, StoreError):  # the first error is the one to show
-            store.finish_run(run, known.as_document())
-            known.run = run
+            store.fail_run(run, known.as_document())
+            known.run, known.root = run, str(store.root)
         if known is error:
             raise
         raise known from error
-    store.finish_run(run)
+    store.finish_run(run, config)
 
 
 def as_known_error(error: BaseException) -> MindtuneError:

@@ -10,14 +10,32 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from schemas.config import LlmConfig
+from schemas.config import EnvConfig, LlmConfig
 from schemas.errors import ConfigError
 from schemas.manifest import StageName
 from tasks.stages import STAGES
 
 PRESETS = Path(__file__).parent / "presets"
 PROJECT = Path(__file__).parent.parent
+NEUTRAL_ENV = set(EnvConfig.model_fields) - set(EnvConfig().key_fields())
 PATH_FIELDS = (("model", "base"), ("model", "tokenizer"), ("data", "train"), ("data", "validation"), ("artifacts",))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML's safe loader, which takes the last of two equal keys without a word, with an error instead."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are all different."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key_node.tag != "tag:yaml.org,2002:merge" and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 def preset_names() -> list[str]:
@@ -45,8 +63,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> LlmConfig:
             suggestion = f"Did you mean {close[0]}?" if close else "Name one of them, or the path of a YAML file."
             raise ConfigError("config.unknown_preset", name=name, known=", ".join(known), suggestion=suggestion)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError("config.not_yaml", path=path, problem=" ".join(str(error).split())) from error
     if not isinstance(values, dict):
         raise ConfigError("config.not_yaml", path=path, problem=f"it holds a {type(values).__name__}")
@@ -76,8 +94,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(parts):
             raise ConfigError("config.bad_override", text=text)
         try:
-            parsed: Any = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            parsed: Any = yaml.load(value, _UniqueKeys)
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError("config.bad_override", text=text) from error
         for part in reversed(parts):
             parsed = {part: parsed}
@@ -116,16 +134,18 @@ def check_overrides_belong(overrides: Sequence[str], stage: StageName) -> None:
     """
     order = list(STAGES)
     for section, fields in parse_overrides(overrides).items():
+        if section == "env" and isinstance(fields, dict) and set(fields) <= NEUTRAL_ENV:
+            continue
         # the base model's folder holds the tokenizer as well, so `model` counts from the stage that reads it first
         owner = next(
             (
                 other.name
                 for other in STAGES.values()
-                if section in other.sections or (section == "model" and "tokenizer" in other.sources)
+                if section in (*other.sections, "artifacts") or (section == "model" and "tokenizer" in other.sources)
             ),
             None,
         )
-        if owner is not None and order.index(owner) < order.index(stage):
+        if owner is not None and (order.index(owner) < order.index(stage) or section == "artifacts"):
             field = f"{section}.{next(iter(fields))}" if isinstance(fields, dict) else section
             raise ConfigError("config.upstream_override", field=field, owner=owner, stage=stage)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from schemas.manifest import ArtifactRef, Manifest, RunRecord, StageName, StageOutcome
@@ -55,7 +56,7 @@ def run_table(record: RunRecord) -> Table:
         if outcome.stage in stale:
             action += f" [yellow]stale ({stale[outcome.stage]})[/]"
         seconds = f"{outcome.seconds:.1f}" if outcome.action == "ran" else ""
-        table.add_row(outcome.stage, action, (outcome.key or "")[:12], seconds, _plain(outcome.reason))
+        table.add_row(outcome.stage, action, (outcome.key or "")[:12], seconds, escape(outcome.reason))
     return table
 
 
@@ -65,7 +66,7 @@ def metrics_table(record: RunRecord) -> Table:
     for outcome in record.stages:
         for name, value in outcome.metrics.items():
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            table.add_row(f"[dim]{outcome.stage}[/]", name, shown)
+            table.add_row(f"[dim]{outcome.stage}[/]", name, escape(shown))
     return table
 
 
@@ -93,7 +94,7 @@ def plan_table(decisions: Sequence[Decision]) -> Table:
         table.add_column(column)
     for decision in decisions:
         action = "reuse" if decision.ref else "run"
-        reason = _plain(decision.reason) + (" (only code: --accept-code reuses)" if decision.code_only else "")
+        reason = escape(decision.reason) + (" (only code: --accept-code reuses)" if decision.code_only else "")
         table.add_row(decision.stage, f"[{_COLORS[action]}]{action}[/]", reason, STAGES[decision.stage].title)
     return table
 
@@ -114,13 +115,15 @@ def runs_document(records: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def runs_table(records: Sequence[RunRecord]) -> Table:
-    """All runs for people, newest first."""
+def runs_table(records: Sequence[RunRecord], unreadable: Sequence[dict[str, str]]) -> Table:
+    """All runs for people, newest first, and those whose record can't be read."""
     table = Table("run", "status", "from", "ran", "reused", "stale")
     for record in records:
         count = {action: sum(one.action == action for one in record.stages) for action in ("ran", "reused")}
         stale = ", ".join(record.stale_stages())
-        table.add_row(record.run, record.status, record.source, str(count["ran"]), str(count["reused"]), stale)
+        table.add_row(record.run, record.status, escape(record.source), str(count["ran"]), str(count["reused"]), stale)
+    for item in unreadable:
+        table.add_row(item["run"], "[red]unreadable[/]", escape(item["problem"]), "", "", "")
     return table
 
 
@@ -151,17 +154,13 @@ def why_document(manifest: Manifest, nearest: Manifest | None, changes: Sequence
     }
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
-
-
 def artifacts_table(found: Sequence[dict[str, Any]], unusable: Sequence[dict[str, Any]]) -> Table:
     """All artifacts for people."""
     table = Table("stage", "key", "size", "made by")
     for item in found:
         table.add_row(item["stage"], item["key"][:12], f"{item['size_bytes'] / 1e6:.1f} MB", item["run"])
     for item in unusable:
-        table.add_row(item["stage"], item["key"][:12], "[red]unusable[/]", _plain(item["problem"]))
+        table.add_row(item["stage"], item["key"][:12], "[red]unusable[/]", escape(item["problem"]))
     return table
 
 

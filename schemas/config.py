@@ -7,30 +7,42 @@ optimizer step, a *micro-batch* is what goes through the model at once.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
 TemplateName = Literal["alpaca", "alpaca-zh", "chatml", "plain"]
 DeviceChoice = Literal["auto", "cpu", "ascend"]
+
+DEFAULT_VALIDATION_SHARE = 0.1
 
 NEUTRAL: JsonDict = {"changes_result": False}  # json_schema_extra of fields that stay out of the key
 
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _not_blank(value: str) -> str:
+def _usable_text(value: str) -> str:
     if not value.strip():
         raise ValueError("must not be blank")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("must not hold a NUL or half a surrogate pair")
     return value
 
 
-Text = Annotated[str, AfterValidator(_not_blank)]
+Text = Annotated[str, AfterValidator(_usable_text)]
 
 
 class Section(BaseModel):
     """A part of the configuration: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_yes_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads yes, on and true as true, which pydantic would take for the number 1
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are no value here")
+        return value
 
     def key_fields(self) -> dict[str, Any]:
         """The fields that can change a stage's result, as plain JSON values."""
@@ -84,12 +96,12 @@ class DataConfig(Section):
         description="data files that are held out; without any, a share of the training records is",
         json_schema_extra=NEUTRAL,
     )
-    validation_share: float = Field(
-        default=0.1,
+    validation_share: float | None = Field(
+        default=None,
         ge=0,
         lt=1,
         description="share of the training records to hold out, chosen by a hash of their content; 0 holds out none, "
-        "and the training records themselves are then evaluated; not used with data.validation",
+        "and the training records themselves are then evaluated; null: 0.1 without data.validation, which it excludes",
     )
     on_bad: Literal["skip", "stop"] = Field(
         default="skip",
@@ -98,6 +110,13 @@ class DataConfig(Section):
     max_rejected_share: float = Field(
         default=0.5, ge=0, le=1, description="share of rejected records above which the stage ends with `skip`, too"
     )
+
+    @property
+    def held_out_share(self) -> float:
+        """Share of the training records to hold out; none where there are validation files."""
+        if self.validation:
+            return 0.0
+        return DEFAULT_VALIDATION_SHARE if self.validation_share is None else self.validation_share
 
 
 class TokenizeConfig(Section):
@@ -253,7 +272,7 @@ class LlmConfig(Section):
     merge: MergeConfig = Field(default_factory=MergeConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
-    artifacts: str | None = Field(
+    artifacts: Text | None = Field(
         default=None,
         description="artifact root; without it MINDTUNE_ARTIFACTS, else the folder `artifacts` of the project",
         json_schema_extra=NEUTRAL,
@@ -266,7 +285,7 @@ class LlmConfig(Section):
                 f"evaluate.max_new_tokens ({self.evaluate.max_new_tokens}) must be below "
                 f"export.cache_length ({self.export.cache_length})"
             )
-        if self.data.validation and "validation_share" in self.data.model_fields_set and self.data.validation_share:
+        if self.data.validation and self.data.validation_share is not None:
             raise ValueError(
                 f"data.validation_share ({self.data.validation_share}) has no use beside data.validation; leave one out"
             )

@@ -40,6 +40,7 @@ class MindtuneError(Exception):
         self.code = code
         self.stage = stage
         self.run: str | None = None  # the run that failed with it, once it has been recorded
+        self.root: str | None = None  # where that run is recorded
         self.facts = facts
         super().__init__(self.message)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from schemas.config import TemplateName
+from schemas.errors import ConfigError
 
 
 def answer(
@@ -41,6 +42,10 @@ def answer(
     from tasks.models.device import use_device
     from tasks.models.generation import Generator
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # the terminal sent bytes that are no text
+        raise ConfigError("generate.setting", name="The prompt", wanted="UTF-8 text", value=ascii(prompt)) from error
     use_device(device)
     encoder, style = Encoder(mindir), TEMPLATES[template]
     made = Generator.from_mindir(mindir).generate(

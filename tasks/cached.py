@@ -6,6 +6,8 @@ nothing, the policy writes the one that it needs.
 """
 
 import logging
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mindtune.progress")
 
+ABSENT = "absent"  # begins the key of a stage whose artifact is not there
+DAY_SECONDS = 24 * 3600
 PROGRESS_EVERY_PERCENT = 5.0  # a progress update costs a call to the server
 
 
@@ -44,7 +48,7 @@ class StorePolicy(CachePolicy):
         run = StageRun(self.stage, inputs["spec"], inputs["inputs"])
         decision = run.decide()
         if decision.ref is None:
-            return f"absent-{uuid4().hex}"
+            return f"{ABSENT}-{uuid4().hex}"
         ref = run.reuse(decision.ref, decision.reason)
         key = f"{ref.stage}-{ref.key}-{ref.digest}"
         if not task_ctx.result_store.exists(key):
@@ -83,6 +87,9 @@ class Stages:
         self._spec = spec
         self._records = Path(spec.root) / "prefect"
         self._records.mkdir(parents=True, exist_ok=True)
+        for record in self._records.glob(f"{ABSENT}-*"):  # keys that nobody asks for again
+            if time.time() - record.stat().st_mtime > DAY_SECONDS:
+                record.unlink(missing_ok=True)
 
     def __call__(self, stage: StageName, *inputs: ArtifactRef) -> ArtifactRef:
         """Run a stage or reuse its artifact; called in the flow's own thread, so that a cancellation reaches it."""
@@ -104,7 +111,11 @@ class _ProgressReporter:
         if percent - self._shown < PROGRESS_EVERY_PERCENT and done != total:
             return
         self._shown = percent
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(percent, key=self._stage.replace("_", "-"), description=text)
-        else:
-            update_progress_artifact(self._artifact, percent)
+        try:
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(percent, key=self._stage.replace("_", "-"), description=text)
+            else:
+                update_progress_artifact(self._artifact, percent)
+        except Exception as error:  # whatever a server that went away makes of it: the stage's work goes on
+            self._shown = math.inf
+            log.warning("%s: progress is no longer shown by Prefect: %s", self._stage, error)

@@ -36,7 +36,7 @@ class FileDigests:
         self._changed = False
         try:
             self._known = dict(json.loads(memory.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             self._known = {}  # absent, or torn by a crash: it is a memory, the files are the truth
 
     def of_file(self, path: Path) -> str:

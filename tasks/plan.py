@@ -4,7 +4,7 @@ The key of a stage is the SHA-256 of one document: stage and version, the settin
 inputs, the code and the library versions that can change its output. A stage whose input is not there yet has no key.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -151,14 +151,22 @@ class Planner:
         return document
 
 
-def check_inputs(config: LlmConfig) -> None:
+def check_inputs(config: LlmConfig, stages: Sequence[StageName] = tuple(STAGES)) -> None:
     """Refuse, before any work, what can be seen to be wrong with data, tokenizer and base model.
+
+    Args:
+        config: the configuration.
+        stages: the stages that will run; what none of them reads is not looked at.
 
     Raises:
         InputError: a file is missing or unusable, or a setting does not fit the base model.
     """
-    for file in list_files([*config.data.train, *config.data.validation]):
-        sniff(file.path)
+    sources = {source for stage in stages for source in STAGES[stage].sources}
+    if "data" in sources:
+        for file in list_files([*config.data.train, *config.data.validation]):
+            sniff(file.path)
+    if not sources & {"base", "tokenizer"}:
+        return
     base = Path(config.model.base)
     spec = read_spec(base)
     check_tensors(base, spec)

@@ -178,7 +178,7 @@ def run_child(job: StageJob, work: Path, lock: int, on_line: Listener, on_progre
             start_new_session=True,
             pass_fds=(lock,),
             cwd=work,
-            env=_child_environment(),
+            env=child_environment(),
         )
     lines, progress = _Follower(work / LOG), _Follower(work / PROGRESS)
 
@@ -202,7 +202,8 @@ def run_child(job: StageJob, work: Path, lock: int, on_line: Listener, on_progre
     raise _failure(job, work, child.returncode)
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that finds this project, and no module of the folder where it is started."""
     # The child runs in its work folder, since MindSpore writes files such as kernel_meta where it runs.
     project = str(Path(__file__).parent.parent)
     path = os.environ.get("PYTHONPATH")

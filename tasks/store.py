@@ -9,7 +9,8 @@
     <root>/prefect/                 Prefect's records of results (`tasks/cached.py`)
 
 An artifact is built beside its place and renamed into it, so a reader sees all of it or nothing. Its digest is over the
-payload, the part that is a function of the key; every file's own digest is kept as well, for integrity.
+payload, the part that is a function of the key, and the settings and outside inputs that it was made with; every file's
+own digest is kept as well, for integrity.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from schemas.config import LlmConfig
-from schemas.errors import StoreError
+from schemas.errors import InputError, StoreError
 from schemas.manifest import (
     MANIFEST_VERSION,
     RUN_RECORD_VERSION,
@@ -61,7 +62,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._verified: set[str] = set()
+        self._verified: set[tuple[str, str]] = set()  # keys and digests
 
     # Artifacts
 
@@ -96,18 +97,21 @@ class Store:
             deep: check the content of each file by its digest, once in a process, besides manifest and sizes.
         """
         folder = self.folder(stage, key)
-        if not folder.exists():
+        if not os.path.lexists(folder):
             return None, "no earlier artifact"
         try:
             manifest = self.read_manifest(folder)
         except StoreError as error:
             return None, error.message
-        checked = deep and manifest.digest not in self._verified
-        problem = self.verify(folder, manifest) if checked else _size_problem(folder, manifest)
+        checked = deep and (key, manifest.digest) not in self._verified
+        if (manifest.stage, manifest.key) != (stage, key):
+            problem: str | None = f"it belongs to {manifest.stage}/{manifest.key[:12]}"
+        else:
+            problem = self.verify(folder, manifest) if checked else _size_problem(folder, manifest)
         if problem:
             return None, StoreError("store.damaged", stage=stage, path=folder, problem=problem).message
         if checked:
-            self._verified.add(manifest.digest)
+            self._verified.add((key, manifest.digest))
         return _reference(manifest), "whole"
 
     def open(self, ref: ArtifactRef) -> Path:
@@ -122,10 +126,10 @@ class Store:
             manifest = self.read_manifest(folder)
             if manifest.digest != ref.digest:
                 continue
-            if ref.digest not in self._verified:
+            if (ref.key, ref.digest) not in self._verified:
                 if problem := self.verify(folder, manifest):
                     raise StoreError("store.damaged", stage=ref.stage, path=folder, problem=problem)
-                self._verified.add(ref.digest)
+                self._verified.add((ref.key, ref.digest))
             return folder
         raise StoreError("store.no_artifact", stage=ref.stage, key=ref.key[:12], digest=ref.digest[:12], root=self.root)
 
@@ -138,9 +142,10 @@ class Store:
                 return f"the content of {entry.path} has changed"
         named = {entry.path for entry in manifest.files}
         extra = sorted(set(_files_below(folder)) - named - {MANIFEST})
+        extra = [name for name in extra if not Path(name).name.startswith(".")]  # file browsers leave such
         if extra:
             return f"files that no manifest names: {', '.join(extra[:5])}"
-        if manifest.digest != digest_of({"stage": manifest.stage, "payload": manifest.payload}):
+        if manifest.digest != _artifact_digest(manifest.stage, manifest.payload, manifest.key_document):
             return "the digest does not belong to the payload"
         if manifest.key != digest_of(manifest.key_document):
             return "the key does not belong to the key document"
@@ -158,7 +163,7 @@ class Store:
         """Every folder that stands in the place of an artifact, whole or not."""
         for stage in STAGES:
             for folder in sorted((self.root / stage).glob("*")):
-                if folder.is_dir() and _HEX.fullmatch(folder.name):
+                if _HEX.fullmatch(folder.name):
                     yield stage, folder
 
     @contextlib.contextmanager
@@ -174,7 +179,8 @@ class Store:
     def _flock(self, name: str, waiting: str) -> Iterator[int]:
         path = self.root / "work" / "locks" / f"{name}.lock"
         self._make_folder(path.parent)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with self._named():
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,7 +236,7 @@ class Store:
             stage=stage,
             key=key,
             key_document=dict(key_document),
-            digest=digest_of({"stage": stage, "payload": payload}),
+            digest=_artifact_digest(stage, payload, key_document),
             payload=payload,
             files=files,
             inputs=dict(inputs),
@@ -243,8 +249,8 @@ class Store:
         write_atomically(build / MANIFEST, manifest.model_dump_json(indent=1))
         self._make_folder(target.parent)
         reference = _reference(manifest)
-        if target.exists():
-            self._verified.discard(reference.digest)
+        if os.path.lexists(target):
+            self._verified.discard((key, reference.digest))
             earlier, problem = self.find(stage, key, deep=True)
             if earlier is not None and earlier.digest == reference.digest:
                 log.info("%s: made again with the same digest, the earlier artifact stays", stage)
@@ -257,7 +263,7 @@ class Store:
         build.rename(target)
         sync_folder(target.parent)
         shutil.rmtree(work, ignore_errors=True)
-        self._verified.add(reference.digest)
+        self._verified.add((key, reference.digest))
         return reference
 
     def set_aside(self, stage: StageName, key: str, reason: str) -> None:
@@ -286,21 +292,35 @@ class Store:
             StoreError: the root can't be written.
         """
         self._make_folder(self.root / "runs")
-        write_atomically(self._run_path(record.run), record.model_dump_json(indent=1))
+        with self._named():
+            write_atomically(self._run_path(record.run), record.model_dump_json(indent=1))
 
     def read_run(self, run: str) -> RunRecord:
-        """A run by name; `latest` is the one started last.
+        """A run by name; `latest` is the readable one that was started last.
 
         Raises:
-            StoreError: there is none (store.no_run), or its record is unreadable or of another version.
+            InputError: there is none (store.no_run).
+            StoreError: its record is unreadable (store.run_damaged) or of another version (store.version).
         """
         names = self.run_names()
-        name = names[-1] if run == "latest" and names else run
-        if name not in names:
+        if run == "latest":
+            for name in reversed(names):
+                try:
+                    return self.read_run(name)
+                except StoreError as error:
+                    log.warning(error.message)
+        if run not in names:
             known = ", ".join(reversed(names[-5:])) or "none"
-            raise StoreError("store.no_run", run=run, root=self.root, known=known)
-        path = self._run_path(name)
-        return _parse(RunRecord, path.read_text(encoding="utf-8"), path, RUN_RECORD_VERSION)
+            raise InputError("store.no_run", run=run, root=self.root, known=known)
+        path = self._run_path(run)
+        try:
+            return _parse(RunRecord, path.read_text(encoding="utf-8"), path, RUN_RECORD_VERSION)
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError("store.run_damaged", path=path, problem=error) from error
+        except StoreError as error:
+            if error.code != "store.damaged":
+                raise
+            raise StoreError("store.run_damaged", path=path, problem=error.facts["problem"]) from error
 
     def run_names(self) -> list[str]:
         """All runs, in the order in which they were started (names begin with the time)."""
@@ -322,20 +342,28 @@ class Store:
         with self._change_run(run) as (record, write):
             earlier = record.outcome(outcome.stage)
             history = record.history
+            if outcome.action == "failed" and earlier is not None and earlier.digest is not None:
+                # the run still has the artifact that was to be made again
+                outcome = earlier.model_copy(update={"action": "failed", "reason": outcome.reason})
             if earlier is not None and earlier.digest is not None and earlier.digest != outcome.digest:
                 history = (*history, earlier)
             stages = tuple(outcome if old.stage == outcome.stage else old for old in record.stages)
             return write(stages=stages, history=history)
 
-    def restart_run(self, run: str, config: LlmConfig) -> RunRecord:
-        """Mark a run as running again, with the configuration that a stage is run again with."""
+    def restart_run(self, run: str) -> RunRecord:
+        """Mark a run as running again."""
         with self._change_run(run) as (_, write):
-            return write(status="running", config=config, error=None)
+            return write(status="running", error=None)
 
-    def finish_run(self, run: str, error: Mapping[str, Any] | None = None) -> RunRecord:
-        """Mark a run as done, or as failed with its error."""
+    def finish_run(self, run: str, config: LlmConfig) -> RunRecord:
+        """Mark a run as done with a configuration."""
         with self._change_run(run) as (_, write):
-            return write(status="failed" if error else "done", error=dict(error) if error else None)
+            return write(status="done", config=config, error=None)
+
+    def fail_run(self, run: str, error: Mapping[str, Any]) -> RunRecord:
+        """Mark a run as failed; its configuration stays the one that its artifacts were made with."""
+        with self._change_run(run) as (_, write):
+            return write(status="failed", error=dict(error))
 
     @contextlib.contextmanager
     def _change_run(self, run: str) -> Iterator[tuple[RunRecord, Callable[..., RunRecord]]]:
@@ -352,12 +380,18 @@ class Store:
 
     def _run_path(self, run: str) -> Path:
         if not _RUN_NAME.fullmatch(run):
-            raise StoreError("store.no_run", run=run, root=self.root, known="mindtune runs lists them")
+            raise InputError("store.no_run", run=run, root=self.root, known="mindtune runs lists them")
         return self.root / "runs" / f"{run}.json"
 
     def _make_folder(self, folder: Path) -> None:
-        try:
+        with self._named():
             folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Tell a root that can't be written by its name."""
+        try:
+            yield
         except OSError as error:
             raise StoreError("store.root_unusable", path=self.root, problem=str(error)) from error
 
@@ -369,6 +403,13 @@ def _reference(manifest: Manifest) -> ArtifactRef:
         digest=manifest.digest,
         location=f"{manifest.stage}/{manifest.key}",
     )
+
+
+def _artifact_digest(stage: StageName, payload: Mapping[str, str], key_document: Mapping[str, Any]) -> str:
+    """Over payload, settings and outside inputs: a setting counts for its stage and all after it, also where the
+    payload happens to come out the same. Code and libraries count by the payload alone."""
+    made_with = {name: key_document.get(name) for name in ("config", "sources")}
+    return digest_of({"stage": stage, "payload": dict(payload), **made_with})
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -392,7 +433,8 @@ def _parse(model: type[Document], text: str, path: Path, version: int) -> Docume
         found = _version_in(text)
         if found is not None and found != version:
             raise StoreError("store.version", path=path, found=found, known=version) from error
-        problem = f"{error.errors()[0]['msg']} at {'.'.join(map(str, error.errors()[0]['loc']))}"
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        problem = error.errors()[0]["msg"] + (f" at {place}" if place else "")
         raise StoreError("store.damaged", path=path, problem=problem) from error
     found = getattr(document, "format_version", version)
     if found != version:

@@ -142,7 +142,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
             if config.data.validation:
                 held_out = made.source >= training_files
             else:
-                held_out = is_held_out(made.record, config.data.validation_share)
+                held_out = is_held_out(made.record, config.data.held_out_share)
             (validation if held_out else train).append(made.row, made.source, made.record.index)
             numbers += made.record.has_number
     kept, rejected = len(train.lengths) + len(validation.lengths), rejects.counts.total()

@@ -81,14 +81,18 @@ def test_ascend_without_an_npu_is_not_fit(cli):
 
 
 def test_an_unknown_option_or_stage_is_a_bad_argument(cli):
-    assert cli("run", PRESET, "--nonsense").code == 2
+    for arguments in (["run", PRESET, "--nonsense"], ["stage", "trian"], ["run"], ["run", PRESET, "--device", "gpu"]):
+        answer = cli(*arguments, "--json")
+        assert answer.code == 2
+        assert answer.document["error"]["code"] == "usage"
     assert cli("stage", "trian").code == 2
+    assert cli("--help").code == 0
 
 
 def test_an_empty_root_has_no_runs_and_says_so(cli):
-    assert json.loads(cli("runs", "--json").out) == {"runs": []}
+    assert json.loads(cli("runs", "--json").out) == {"runs": [], "unreadable": []}
     answer = cli("show", "latest", "--json")
-    assert answer.code == 1
+    assert answer.code == 2
     assert answer.document["error"]["code"] == "store.no_run"
 
 

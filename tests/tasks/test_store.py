@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config import LlmConfig
-from schemas.errors import StoreError
+from schemas.errors import InputError, StoreError
 from schemas.manifest import ArtifactRef, StageOutcome, StageResult
 from tasks.files import digest_of
 from tasks.store import Store
@@ -182,7 +182,7 @@ def test_latest_is_the_run_that_was_started_last(store):
 @pytest.mark.parametrize("name", ["missing", "../secret", "", "a/b"])
 def test_an_unknown_run_is_an_error_that_lists_the_known(store, name):
     known = store.new_run(CONFIG, "s", "label").run
-    with pytest.raises(StoreError, match=known):
+    with pytest.raises(InputError, match=known):
         store.read_run(name)
 
 
