@@ -6,7 +6,6 @@ nothing, the policy writes the one that it needs.
 """
 
 import logging
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +103,12 @@ class _ProgressReporter:
         self._stage = stage
         self._artifact: Any = None
         self._shown = -PROGRESS_EVERY_PERCENT
+        self._server_answers = True
 
     def __call__(self, done: int, total: int, text: str) -> None:
         log.info("%s %d/%d %s", self._stage, done, total, text, extra={"progress": (self._stage, done, total, text)})
         percent = 100.0 * done / max(total, 1)
-        if percent - self._shown < PROGRESS_EVERY_PERCENT and done != total:
+        if not self._server_answers or (percent - self._shown < PROGRESS_EVERY_PERCENT and done != total):
             return
         self._shown = percent
         try:
@@ -117,5 +117,5 @@ class _ProgressReporter:
             else:
                 update_progress_artifact(self._artifact, percent)
         except Exception as error:  # whatever a server that went away makes of it: the stage's work goes on
-            self._shown = math.inf
+            self._server_answers = False
             log.warning("%s: progress is no longer shown by Prefect: %s", self._stage, error)

@@ -106,3 +106,25 @@ def test_the_root_is_the_configurations_then_the_variables(tmp_path, monkeypatch
     assert artifact_root(config) == tmp_path / "own"
     monkeypatch.delenv("MINDTUNE_ARTIFACTS")
     assert artifact_root() == Path(__file__).parents[2] / "artifacts"
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_place(tmp_path):
+    (tmp_path / "twice.yaml").write_text("train:\n  epochs: 1\nmodel: {base: b}\ntrain:\n  max_steps: 4\n")
+    with pytest.raises(ConfigError, match=r"'train' stands twice.*line 4"):
+        load_config(str(tmp_path / "twice.yaml"))
+
+
+def test_yaml_anchors_and_merge_keys_are_understood(tmp_path):
+    (tmp_path / "merge.yaml").write_text(
+        "model: {base: b}\ndata: {train: [a]}\ntrain: {lora: &lora {rank: 4, alpha: 8}, epochs: 2}\n"
+    )
+    assert load_config(str(tmp_path / "merge.yaml")).train.lora.rank == 4
+    assert parse_overrides(["train={<<: {epochs: 2}, batch_size: 1}"]) == {"train": {"epochs": 2, "batch_size": 1}}
+
+
+def test_thresholds_of_the_host_can_be_changed_for_one_stage_and_the_root_can_not():
+    check_overrides_belong(["env.min_free_disk_gib=0"], "train")
+    with pytest.raises(ConfigError, match=r"'env\.device'"):
+        check_overrides_belong(["env.device=cpu"], "train")
+    with pytest.raises(ConfigError, match="'artifacts'"):
+        check_overrides_belong(["artifacts=/elsewhere"], "validate_env")

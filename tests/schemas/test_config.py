@@ -71,3 +71,43 @@ def test_a_configuration_is_frozen():
     config = LlmConfig.model_validate(MINIMAL)
     with pytest.raises(ValidationError, match="frozen"):
         config.train = TrainConfig(seed=1)
+
+
+@pytest.mark.parametrize(
+    "data", [{"train": ["a"]}, {"train": ["a"], "validation": ["b"]}, {"train": ["a"], "validation_share": 0}]
+)
+def test_a_configuration_survives_being_written_and_read(data):
+    config = LlmConfig.model_validate({**MINIMAL, "data": data})
+    assert LlmConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "share"),
+    [
+        ({"train": ["a"]}, 0.1),
+        ({"train": ["a"], "validation": ["b"]}, 0.0),
+        ({"train": ["a"], "validation_share": 0}, 0.0),
+        ({"train": ["a"], "validation_share": 0.3}, 0.3),
+    ],
+)
+def test_the_share_that_is_held_out(data, share):
+    assert LlmConfig.model_validate({**MINIMAL, "data": data}).data.held_out_share == share
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("train", "epochs", math.inf),
+        ("env", "min_free_disk_gib", math.inf),
+        ("evaluate", "temperature", math.nan),
+        ("train", "batch_size", True),
+        ("train", "epochs", True),
+        ("evaluate", "prompts", ["\ud800"]),
+        ("evaluate", "prompts", [" "]),
+        ("model", "base", "a\0b"),
+    ],
+)
+def test_a_value_that_only_looks_usable_is_refused(section, field, value):
+    values = {**MINIMAL, section: {**MINIMAL.get(section, {}), field: value}}
+    with pytest.raises(ValidationError, match=field):
+        LlmConfig.model_validate(values)

@@ -189,3 +189,10 @@ def test_differences_name_every_leaf():
 def test_what_can_be_seen_to_be_wrong_is_refused_before_any_work(config, section, values, message):
     with pytest.raises(InputError, match=message):
         check_inputs(changed(config, section, **values))
+
+
+def test_what_a_stage_does_not_read_is_not_looked_at(config):
+    gone = changed(config, "data", train=["/gone.json"])
+    check_inputs(gone, ["evaluate"])
+    with pytest.raises(InputError, match="gone"):
+        check_inputs(gone, ["tokenize"])

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -190,3 +191,51 @@ def test_a_run_name_cannot_leave_the_root(store):
     run = store.new_run(CONFIG, "s", "../../x y/ü").run
     assert os.sep not in run
     assert (store.root / "runs" / f"{run}.json").is_file()
+
+
+def test_a_setting_counts_after_its_stage_too_also_where_the_payload_is_the_same(store):
+    first = make(store, {"config": {"max_length": 8}, "code": "a"}, {"x": "rows"})
+    other_setting = make(store, {"config": {"max_length": 9}, "code": "a"}, {"x": "rows"})
+    other_code = make(store, {"config": {"max_length": 8}, "code": "b"}, {"x": "rows"})
+    assert first.digest != other_setting.digest
+    assert first.digest == other_code.digest
+
+
+def test_a_failed_rerun_leaves_the_run_the_artifact_that_it_had(store):
+    run = store.new_run(CONFIG, "s", "label").run
+    store.record_outcome(run, _outcome("train", "a1"))
+    failed = StageOutcome(stage="train", action="failed", reason="no space", key="k2")
+    record = store.record_outcome(run, failed)
+    outcome = record.outcome("train")
+    assert (outcome.action, outcome.reason, outcome.digest) == ("failed", "no space", "a1")
+    assert record.stale_stages() == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"format_version": 2}', b"\xff\xfe"])
+def test_an_unreadable_run_record_does_not_hide_the_others(store, content):
+    run = store.new_run(CONFIG, "s", "label").run
+    (store.root / "runs" / "99990101-000000-bad.json").write_bytes(content)
+    assert store.read_run("latest").run == run
+    with pytest.raises(StoreError, match=r"can't be read|format version"):
+        store.read_run("99990101-000000-bad")
+
+
+def test_a_dangling_link_in_the_place_of_an_artifact_is_set_aside(store):
+    key = digest_of({"a": 1})
+    store.folder("tokenize", key).parent.mkdir(parents=True)
+    store.folder("tokenize", key).symlink_to("/nowhere")
+    assert store.find("tokenize", key)[0] is None
+    ref = make(store, {"a": 1}, {"x": "data"})
+    assert (store.open(ref) / "x").read_text() == "data"
+
+
+def test_an_artifact_under_another_key_is_damaged(store):
+    ref = make(store, {"a": 1}, {"x": "data"})
+    shutil.copytree(store.folder("tokenize", ref.key), store.folder("tokenize", "0" * 64))
+    assert "it belongs to tokenize" in store.find("tokenize", "0" * 64)[1]
+
+
+def test_a_hidden_file_of_a_file_browser_does_no_harm(store):
+    ref = make(store, {"a": 1}, {"x": "data"})
+    (store.open(ref) / ".DS_Store").write_text("")
+    assert Store(store.root).find("tokenize", ref.key, deep=True)[0] == ref
