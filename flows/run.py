@@ -146,7 +146,8 @@ def pinned_artifacts(store: Store, record: RunRecord, wanted: Sequence[StageName
 def _recorded(store: Store, run: str, config: LlmConfig) -> Iterator[None]:
     """Mark the run as done with this configuration, or as failed, whatever happens."""
     try:
-        yield
+        with store.alive(run):
+            yield
     except BaseException as error:
         known = as_known_error(error)
         with contextlib.suppress(OSError, StoreError):  # the first error is the one to show

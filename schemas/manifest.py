@@ -115,7 +115,9 @@ class RunRecord(Frozen):
     source: str = Field(description="preset name or configuration file")
     created: datetime
     updated: datetime
-    status: Literal["running", "done", "failed"]
+    status: Literal["running", "done", "failed", "interrupted"] = Field(
+        description="interrupted: its process ended without a word, by SIGKILL or a power cut"
+    )
     config: LlmConfig
     stages: tuple[StageOutcome, ...]
     history: tuple[StageOutcome, ...] = Field(

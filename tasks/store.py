@@ -177,7 +177,7 @@ class Store:
 
     @contextlib.contextmanager
     def _flock(self, name: str, waiting: str) -> Iterator[int]:
-        path = self.root / "work" / "locks" / f"{name}.lock"
+        path = self._lock_path(name)
         self._make_folder(path.parent)
         with self._named():
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -190,6 +190,9 @@ class Store:
             yield handle
         finally:
             os.close(handle)
+
+    def _lock_path(self, name: str) -> Path:
+        return self.root / "work" / "locks" / f"{name}.lock"
 
     def prepare_work(self, stage: StageName, key: str) -> Path:
         """An empty `build` folder beside the kept `keep` folder; the caller holds the lock. Gives their parent."""
@@ -314,13 +317,16 @@ class Store:
             raise InputError("store.no_run", run=run, root=self.root, known=known)
         path = self._run_path(run)
         try:
-            return _parse(RunRecord, path.read_text(encoding="utf-8"), path, RUN_RECORD_VERSION)
+            record = _parse(RunRecord, path.read_text(encoding="utf-8"), path, RUN_RECORD_VERSION)
         except (OSError, UnicodeDecodeError) as error:
             raise StoreError("store.run_damaged", path=path, problem=error) from error
         except StoreError as error:
             if error.code != "store.damaged":
                 raise
             raise StoreError("store.run_damaged", path=path, problem=error.facts["problem"]) from error
+        if record.status == "running" and not self._is_alive(run):
+            return record.model_copy(update={"status": "interrupted"})
+        return record
 
     def run_names(self) -> list[str]:
         """All runs, in the order in which they were started (names begin with the time)."""
@@ -349,6 +355,26 @@ class Store:
                 history = (*history, earlier)
             stages = tuple(outcome if old.stage == outcome.stage else old for old in record.stages)
             return write(stages=stages, history=history)
+
+    @contextlib.contextmanager
+    def alive(self, run: str) -> Iterator[None]:
+        """Show a run as running for as long as this process holds on."""
+        with self._flock(f"alive-{run}", f"run {run}: another process is working on it, waiting for it"):
+            yield
+
+    def _is_alive(self, run: str) -> bool:
+        try:
+            handle = os.open(self._lock_path(f"alive-{run}"), os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(handle)
 
     def restart_run(self, run: str) -> RunRecord:
         """Mark a run as running again."""

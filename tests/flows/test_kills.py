@@ -59,6 +59,8 @@ def test_killed_child_and_killed_parent_lose_nothing_that_was_finished(cli):
         time.sleep(0.1)
     assert _children(cli.root) == []
 
+    assert cli("show", "latest", "--json").document["status"] == "interrupted"
+
     for stage, folder in Store(cli.root).artifact_folders():
         assert Store(cli.root).find(stage, folder.name, deep=True)[0] is not None
     answer = cli(*arguments)

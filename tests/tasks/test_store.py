@@ -220,6 +220,17 @@ def test_an_unreadable_run_record_does_not_hide_the_others(store, content):
         store.read_run("99990101-000000-bad")
 
 
+def test_a_run_whose_process_was_killed_is_interrupted(store):
+    run = store.new_run(CONFIG, "s", "label").run
+    with store.alive(run):
+        assert store.read_run(run).status == "running"
+        store.record_outcome(run, _outcome("tokenize", "t1"))
+        assert Store(store.root).read_run(run).status == "running"
+    assert store.read_run(run).status == "interrupted"
+    store.finish_run(run, CONFIG)
+    assert store.read_run(run).status == "done"
+
+
 def test_a_dangling_link_in_the_place_of_an_artifact_is_set_aside(store):
     key = digest_of({"a": 1})
     store.folder("tokenize", key).parent.mkdir(parents=True)
