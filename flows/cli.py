@@ -19,7 +19,7 @@ from rich.console import Console
 
 from flows import view
 from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
-from flows.settings import artifact_root, load_config
+from flows.settings import artifact_root, load_config, preset_names
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
 from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
@@ -40,7 +40,8 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting, e.g. train.epochs=2")
 ]
 RunName = Annotated[str, typer.Option("--run", help="A run's name, or `latest`.")]
-Source = Annotated[str, typer.Argument(metavar="PRESET|FILE.yaml", help="A preset's name or a configuration file.")]
+_SOURCE_HELP = f"A configuration file, or a preset: {', '.join(preset_names())}."
+Source = Annotated[str, typer.Argument(metavar="PRESET|FILE.yaml", help=_SOURCE_HELP)]
 Device = Annotated[DeviceChoice | None, typer.Option("--device", help="Shorthand for --set env.device=...")]
 
 
@@ -148,6 +149,10 @@ def generate(
 
         store = Store(artifact_root())
         record = store.read_run(run)
+        if why := record.stale_stages().get("export"):
+            logging.getLogger("mindtune.cli").warning(
+                "the exported model is stale: %s; run merge and export again", why
+            )
         env, mindir = pinned_artifacts(store, record, ["validate_env", "export"], "generate")
         document = answer(
             store.open(mindir),

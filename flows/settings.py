@@ -67,7 +67,11 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> LlmConfig:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError("config.not_yaml", path=path, problem=" ".join(str(error).split())) from error
     if not isinstance(values, dict):
-        raise ConfigError("config.not_yaml", path=path, problem=f"it holds a {type(values).__name__}")
+        raise ConfigError(
+            "config.not_yaml",
+            path=path,
+            problem=f"it holds a {type(values).__name__}" if values is not None else "it is empty",
+        )
     _resolve_paths(values, path.resolve().parent)
     return validate(merge(values, parse_overrides(overrides)), source=name)
 
@@ -184,7 +188,7 @@ def _problem(item: Any) -> str:
     place = ".".join(str(part) for part in item["loc"]) or "(the whole)"
     if item["type"] == "extra_forbidden":
         known = _fields_at(item["loc"][:-1])
-        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.7)
         return f"{place}: unknown setting" + (
             f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
         )

@@ -111,6 +111,10 @@ class DataConfig(Section):
         default=0.5, ge=0, le=1, description="share of rejected records above which the stage ends with `skip`, too"
     )
 
+    def key_fields(self) -> dict[str, Any]:
+        """The fields that can change a stage's result; a share that is left out counts as what it stands for."""
+        return super().key_fields() | {"validation_share": self.held_out_share}
+
     @property
     def held_out_share(self) -> float:
         """Share of the training records to hold out; none where there are validation files."""

@@ -32,6 +32,7 @@ STOP_SECONDS = 25.0  # below the 30 s after which Prefect kills a cancelled flow
 POLL_SECONDS = 0.1
 TAIL_LINES = 15
 CHILD = ("-m", "tasks.child")
+_WARNING = " WARNING mindtune."  # in a log line of a stage's own
 
 Listener = Callable[[str], None]
 ProgressListener = Callable[[int, int, str], None]
@@ -111,7 +112,13 @@ class StageRun:
             work=str(work / "keep"),
             device=self._device,
         )
-        result = run_child(job, work, lock, on_line, on_progress)
+
+        def listen(line: str) -> None:
+            if _WARNING in line:
+                log.warning("%s: %s", self.stage.name, line.partition(_WARNING)[2].partition(": ")[2])
+            on_line(line)
+
+        result = run_child(job, work, lock, listen, on_progress)
         shutil.copyfile(work / LOG, work / "build" / LOG)
         result = result.model_copy(update={"volatile": (*result.volatile, LOG)})
         ref = self.store.publish(

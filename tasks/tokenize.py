@@ -41,7 +41,7 @@ log = logging.getLogger("mindtune.tokenize")
 
 STAGE = "tokenize"
 REJECTED_FILE = "rejected.jsonl"
-LOGGED_REJECTS = 20  # the file has all of them
+LOGGED_REJECTS = 3  # the file has all of them
 SHOWN_PLACES = 3  # of each reason, in an error
 PROGRESS_SECONDS = 0.5
 
@@ -159,7 +159,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         bos_id=encoder.bos_id,
         eos_id=encoder.end_ids(TEMPLATES[config.tokenize.template])[0],
     )
-    _check_enough(report, config, str(rejects))
+    _check_enough(report, config, str(rejects), output / REJECTED_FILE)
+    if rejected:
+        log.warning("%d of %d records are left out, listed in %s: %s", rejected, report.read, REJECTED_FILE, rejects)
     (output / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     metrics = {
         "rows": report.train.rows,
@@ -215,11 +217,11 @@ def _rows(config: LlmConfig, encoder: Encoder, context: StageContext) -> Iterato
     context.report_progress(total, total, f"{read} records")
 
 
-def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str) -> None:
+def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str, listed: Path) -> None:
     facts: dict[str, Any] = {"stage": STAGE, "read": report.read, "rejected": report.rejected, "reasons": reasons}
     if not report.train.rows:
         raise InputError("data.nothing_left", held_out=report.validation.rows, **facts)
     if config.data.validation and not report.validation.rows:
         raise InputError("data.nothing_to_validate", **facts)
     if report.rejected > config.data.max_rejected_share * report.read:
-        raise InputError("data.too_many_rejected", limit=config.data.max_rejected_share, **facts)
+        raise InputError("data.too_many_rejected", limit=config.data.max_rejected_share, listed=listed, **facts)

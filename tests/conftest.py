@@ -1,6 +1,7 @@
 """Fixtures that several tests share: the small checkpoint, the acceptance cases and the optional test data folder."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from schemas.tables import IGNORE_LABEL
 from tasks.stages import StageContext
 
 HERE = Path(__file__).parent
+# Before anything imports Prefect: what it keeps (results, memory of runs) is not to land in the user's home.
+os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mindtune-prefect-")
 SHARED_DATA = Path(os.environ.get("MINDTUNE_DATA", HERE.parent.parent / "shared" / "data"))
 
 

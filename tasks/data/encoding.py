@@ -15,6 +15,7 @@ record, see `masks`.
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ class Encoder:
 
 
 def _load(folder: Path) -> Any:
+    # transformers 4.57 would say on standard error that there is no PyTorch; nothing here needs it
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
