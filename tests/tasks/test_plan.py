@@ -3,10 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filled_store import fill, to_run
 
 from schemas.config import LlmConfig
 from schemas.errors import InputError
-from schemas.manifest import ArtifactRef, StageName, StageResult
+from schemas.manifest import StageName
 from tasks.code import code_digests
 from tasks.plan import Planner, check_inputs, differences, explain
 from tasks.stages import STAGES
@@ -32,32 +33,6 @@ def changed(config: LlmConfig, section: str, **values: Any) -> LlmConfig:
     document = config.model_dump()
     document[section].update(values)
     return LlmConfig.model_validate(document)
-
-
-def fill(store: Store, config: LlmConfig, *, device: str = "CPU", stop_before: str = "") -> None:
-    """Publish an artifact for each stage, as a run would."""
-    from fake_child import ENV
-
-    made: dict[StageName, ArtifactRef] = {}
-    for stage in STAGES.values():
-        if stage.name == stop_before:
-            return
-        decision = Planner(store, config).decide(stage, {name: made[name] for name in stage.takes}, device)
-        if decision.ref is None:
-            with store.lock(stage.name, decision.key):
-                build = store.prepare_work(stage.name, decision.key) / "build"
-                (build / "report.json").write_text(ENV.model_copy(update={"device": device}).model_dump_json())
-                (build / "x").write_text(f"{stage.name} {decision.key}")
-                inputs = {name: made[name] for name in stage.takes}
-                made[stage.name] = store.publish(
-                    stage.name, decision.key_document, StageResult(), inputs, "the-run", 1.0
-                )
-        else:
-            made[stage.name] = decision.ref
-
-
-def to_run(store: Store, config: LlmConfig, **options: Any) -> list[str]:
-    return [decision.stage for decision in Planner(store, config, **options).plan() if decision.ref is None]
 
 
 def test_all_runs_in_an_empty_store_and_nothing_in_a_full_one(store, config):
