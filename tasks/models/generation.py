@@ -51,6 +51,28 @@ class Generated:
         return len(self.ids) - 1 + self.stopped
 
 
+def check_prompt(ids: Sequence[int], new: int, cache_length: int, vocabulary: int) -> None:
+    """Refuse a prompt that a model can't take, before any work.
+
+    Args:
+        ids: the prompt.
+        new: tokens that are to follow it.
+        cache_length: tokens that the cache holds.
+        vocabulary: V.
+
+    Raises:
+        InputError: no token, an id outside the vocabulary, or more tokens than the cache holds.
+    """
+    if len(ids) == 0:
+        raise InputError("generate.setting", name="The prompt", wanted="at least one token long", value="empty")
+    wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        wanted = f"0 to {vocabulary - 1}"
+        raise InputError("generate.setting", name="A token of the prompt", wanted=wanted, value=wrong)
+    if len(ids) + new > cache_length:
+        raise InputError("generate.too_long", prompt=len(ids), new=new, cache=cache_length)
+
+
 def read_mindir_spec(folder: Path) -> MindirSpec:
     """What an exported folder says about its graph.
 
@@ -80,6 +102,7 @@ class Generator:
         self.prefill_chunk = prefill_chunk
         self.vocabulary = vocabulary
         self._step = step
+        self._held: list[int] = []  # the tokens in the cache, as far as they are known
 
     @classmethod
     def from_mindir(cls, folder: Path) -> Self:
@@ -119,26 +142,36 @@ class Generator:
         """
         return np.concatenate(list(self.prefill(ids)))
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[Logits]:
-        """Start the cache anew with a text; gives the logits (n, V) of each chunk's n tokens, in order.
+    def prefill(self, ids: Sequence[int], reuse: bool = False) -> Iterator[Logits]:
+        """Fill the cache with a text; gives the logits (n, V) of each chunk's n tokens, in order.
 
         The cache holds the text once the last chunk was taken. The last chunk is padded; what the padding leaves in the
         cache is at later positions, which no token looks at before they are overwritten.
 
+        Args:
+            ids: the text.
+            reuse: leave out the first chunks where the cache holds their tokens already; False starts anew.
+
         Raises:
             InputError: no token, an id outside the vocabulary, or more tokens than the cache holds.
         """
-        self._check(ids, 0)
+        check_prompt(ids, 0, self.cache_length, self.vocabulary)
         chunk = self.prefill_chunk
-        for start in range(0, len(ids), chunk):
+        first = self._common(ids[:-1]) // chunk * chunk if reuse else 0
+        del self._held[first:]
+        for start in range(first, len(ids), chunk):
             part = ids[start : start + chunk]
             padded = np.zeros((1, chunk), np.int32)
             padded[0, : len(part)] = part
-            yield self._step(padded, np.arange(start, start + chunk, dtype=np.int32))[: len(part)]
+            logits = self._step(padded, np.arange(start, start + chunk, dtype=np.int32))[: len(part)]
+            self._held += part
+            yield logits
 
     def decode(self, token: int, position: int) -> Logits:
         """Add one token to the cache, at the position after those it holds; gives the logits (V,) after it."""
+        del self._held[position:]
         logits: Logits = self._step(np.array([[token]], np.int32), np.array([position], np.int32))[0]
+        self._held.append(token)
         return logits
 
     def generate(
@@ -149,6 +182,9 @@ class Generator:
         top_p: float = 1.0,
         seed: int = 0,
         stop_ids: Collection[int] = (),
+        *,
+        on_token: Callable[[int], object] | None = None,
+        reuse: bool = False,
     ) -> Generated:
         """Go on with a prompt until a stop token or the length.
 
@@ -157,6 +193,11 @@ class Generator:
             max_new_tokens: at least 1.
             seed: the same seed and logits give the same answer.
             stop_ids: tokens that end the answer.
+            on_token: called with each token of the answer as soon as it is known; what it raises ends the answer, and
+                the generator can be used again.
+            reuse: take what the cache holds of the prompt, from the prompts and answers before; the logits may differ
+                in rounding from those of a prompt computed anew.
+
         Raises:
             ConfigError: a setting is out of range.
             InputError: the prompt is empty, holds an id outside the vocabulary, or does not fit the cache together with
@@ -166,33 +207,33 @@ class Generator:
         check_settings(temperature, top_p)
         if max_new_tokens < 1:
             raise ConfigError("generate.setting", name="max_new_tokens", wanted="at least 1", value=max_new_tokens)
-        self._check(ids, max_new_tokens)
+        check_prompt(ids, max_new_tokens, self.cache_length, self.vocabulary)
         random = np.random.Generator(np.random.Philox(seed))
         began = time.perf_counter()
-        for chunk in self.prefill(ids):
+        for chunk in self.prefill(ids, reuse):
             logits = chunk[-1]
-        new = [sample(logits, temperature, top_p, random)]
+        token = sample(logits, temperature, top_p, random)
         first = time.perf_counter()
-        while new[-1] not in stop_ids and len(new) < max_new_tokens:
-            logits = self.decode(new[-1], len(ids) + len(new) - 1)
-            new.append(sample(logits, temperature, top_p, random))
-        stopped = new[-1] in stop_ids
+        new: list[int] = []
+        while not (stopped := token in stop_ids):
+            new.append(token)
+            if on_token is not None:
+                on_token(token)
+            if len(new) == max_new_tokens:
+                break
+            logits = self.decode(token, len(ids) + len(new) - 1)
+            token = sample(logits, temperature, top_p, random)
         return Generated(
-            ids=tuple(new[:-1] if stopped else new),
+            ids=tuple(new),
             first_token_seconds=first - began,
             decode_seconds=time.perf_counter() - first,
             stopped=stopped,
         )
 
-    def _check(self, ids: Sequence[int], new: int) -> None:
-        if len(ids) == 0:
-            raise InputError("generate.setting", name="The prompt", wanted="at least one token long", value="empty")
-        largest = self.vocabulary - 1
-        wrong = next((token for token in ids if not 0 <= token <= largest), None)
-        if wrong is not None:
-            raise InputError("generate.setting", name="A token of the prompt", wanted=f"0 to {largest}", value=wrong)
-        if len(ids) + new > self.cache_length:
-            raise InputError("generate.too_long", prompt=len(ids), new=new, cache=self.cache_length)
+    def _common(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens the cache holds."""
+        pairs = zip(ids, self._held, strict=False)
+        return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(self._held)))
 
     def _compiled(self) -> Self:
         """Call both lengths once, so that no answer's time holds the compilation."""

@@ -151,6 +151,69 @@ def test_an_answer_of_no_tokens_is_refused(generator):
         generator.generate([1], 0)
 
 
+def test_tokens_are_told_as_they_come(generator, model):
+    calls = []
+    answer = generator.generate([1, 2, 3, 4, 5], 4, on_token=lambda token: calls.append((token, len(model.calls))))
+    assert [token for token, _ in calls] == list(answer.ids)
+    assert [count for _, count in calls] == [2, 3, 4, 5]  # the first after the prompt's two chunks
+
+
+def test_a_stop_token_is_not_told(generator):
+    whole = greedy([2, 7], 8)
+    place = next(place for place in range(2, 8) if whole[place] not in whole[:place])
+    told = []
+    generator.generate([2, 7], 8, stop_ids={whole[place]}, on_token=told.append)
+    assert tuple(told) == whole[:place]
+
+
+def test_a_listener_can_end_the_answer_and_the_next_one_is_right(generator):
+    told = []
+
+    def listen(token):
+        told.append(token)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([4, 2], 9, on_token=listen)
+    assert tuple(told) == greedy([4, 2], 3)
+    ids = [4, 2, *told, 5]
+    assert generator.generate(ids, 4, reuse=True).ids == greedy(ids, 4)
+
+
+@pytest.mark.parametrize("same", range(13))
+def test_what_the_cache_holds_is_reused_in_whole_chunks(generator, model, same):
+    """A prompt that begins like the one before with its answer: the answer is the same as from an empty cache."""
+    first = [3, 1, 4, 1, 5, 9, 2, 6]
+    held = [*first, *generator.generate(first, 6).ids]
+    ids = [*held[:same], (held[same] + 1) % VOCABULARY, 8]
+    model.calls.clear()
+    assert generator.generate(ids, 2, reuse=True).ids == greedy(ids, 2)
+    assert model.calls == [CHUNK] * (-(-len(ids) // CHUNK) - same // CHUNK) + [1]
+
+
+def test_the_last_token_of_a_prompt_is_always_computed(generator, model):
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    list(generator.prefill(ids))
+    model.calls.clear()
+    assert generator.generate(ids, 3, reuse=True).ids == greedy(ids, 3)
+    assert model.calls == [CHUNK, 1, 1]
+
+
+def test_a_prefill_that_was_given_up_is_not_taken_for_whole(generator):
+    ids = [5, 3, 8, 1, 9, 9, 2, 1, 7]
+    next(generator.prefill(ids))
+    assert generator.generate(ids, 4, reuse=True).ids == greedy(ids, 4)
+
+
+def test_nothing_is_reused_unless_asked_for(generator, model):
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    generator.generate(ids, 1)
+    model.calls.clear()
+    generator.generate(ids, 1)
+    assert model.calls == [CHUNK, CHUNK]
+
+
 def test_an_exported_folder_of_another_version_is_refused(tmp_path):
     about = MindirSpec(graph_file="model.mindir", cache_length=CACHE, prefill_chunk=CHUNK, vocabulary=VOCABULARY)
     (tmp_path / "mindtune.json").write_text(about.model_dump_json())
