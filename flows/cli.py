@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 import typer
 from rich.console import Console
 
-from flows import view
+from flows import reference, view
 from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
 from flows.settings import artifact_root, load_config, preset_names
 from flows.terminal import log_to_terminal
@@ -165,6 +165,19 @@ def generate(
             seed=seed,
         )
         return {"run": record.run, **document}, document["text"]
+
+    _answer(work, as_json)
+
+
+@app.command()
+def config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List every setting with its values, default and meaning."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        return reference.as_document(), reference.as_markdown() if markdown else reference.as_table()
 
     _answer(work, as_json)
 
