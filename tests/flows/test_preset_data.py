@@ -18,13 +18,29 @@ DATA = Path(__file__).parents[2] / "flows" / "presets" / "data"
 
 
 TOKENIZER = DATA / "stories_tokenizer"
+FILES = ("ascend_qa.json", "identity_zh.json", "stories_qa.json")
+CHINESE = "[\u4e00-\u9fff]"
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = json.loads((DATA / name).read_text(encoding="utf-8"))
+    return rows
+
+
+def is_chinese(row: dict[str, str]) -> bool:
+    """Whether a row asks in Chinese: its instruction ends with a full-width mark."""
+    return row["instruction"][-1] in "？！。"
+
+
+def read(name: str) -> list[Record]:
+    items = list(RecordReader(DataFile(DATA / name, name)))
+    assert all(isinstance(item, Record) for item in items)
+    return [item for item in items if isinstance(item, Record)]
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    items = list(RecordReader(DataFile(DATA / "stories_qa.json", "stories_qa.json")))
-    assert all(isinstance(item, Record) for item in items)
-    return [item for item in items if isinstance(item, Record)]
+    return read("stories_qa.json")
 
 
 def test_the_data_card_gives_the_right_numbers(records: list[Record], stories: Path) -> None:
@@ -55,9 +71,67 @@ def test_every_text_is_a_plain_english_sentence(records: list[Record]) -> None:
             assert "  " not in text
 
 
-def test_every_record_has_its_three_keys_and_no_other() -> None:
-    for record in json.loads((DATA / "stories_qa.json").read_text(encoding="utf-8")):
-        assert list(record) == ["instruction", "input", "output"]
+@pytest.mark.parametrize("name", FILES)
+def test_every_record_has_its_three_keys_and_no_other_and_is_accepted(name: str) -> None:
+    rows = rows_of(name)
+    assert all(list(row) == ["instruction", "input", "output"] for row in rows)
+    assert len(read(name)) == len(rows)
+
+
+def test_the_card_of_the_ascend_rows_gives_the_right_numbers() -> None:
+    rows = rows_of("ascend_qa.json")
+    card = (DATA / "README.md").read_text(encoding="utf-8")
+    chinese = sum(is_chinese(row) for row in rows)
+    lengths = [len(row["output"]) for row in rows]
+    for number in (
+        f"| rows | {len(rows)}, every answer different |",
+        f"(empty in {sum(not row['input'] for row in rows)} rows)",
+        f"| {len(rows) - chinese} rows ask in English, {chinese} in Chinese",
+        f"answers of {min(lengths)} to {max(lengths)} characters",
+    ):
+        assert number in card, number
+
+
+@pytest.mark.parametrize("name", ["ascend_qa.json", "identity_zh.json"])
+def test_no_row_stands_twice(name: str) -> None:
+    rows = rows_of(name)
+    questions = {(row["instruction"].casefold(), row["input"].casefold()) for row in rows}
+    assert len(questions) == len(rows)
+
+
+def test_ascend_answers_are_short_whole_and_all_different() -> None:
+    rows = rows_of("ascend_qa.json")
+    assert len({row["output"] for row in rows}) == len(rows)
+    for row in rows:
+        assert 30 <= len(row["output"]) <= 350
+        assert row["output"][-1] in ".!?。！？"
+        for text in row.values():
+            assert text == text.strip()
+            assert text.isprintable()
+
+
+def test_ascend_rows_answer_in_the_language_that_they_are_asked_in() -> None:
+    for row in rows_of("ascend_qa.json"):
+        about_words = "Chinese" in row["instruction"] or "昇" in row["instruction"]  # translations hold both
+        if is_chinese(row) or not about_words:
+            assert bool(re.search(CHINESE, row["output"])) == is_chinese(row), row
+
+
+def test_the_card_of_the_identity_rows_gives_the_right_numbers() -> None:
+    answers = [row["output"] for row in rows_of("identity_zh.json")]
+    name, author = (sum(word in answer for answer in answers) for word in ("{{name}}", "{{author}}"))
+    card = (DATA / "README.md").read_text(encoding="utf-8")
+    assert f"| rows | {len(answers)}; `{{{{name}}}}` in {name} answers, `{{{{author}}}}` in {author} |" in card
+
+
+@pytest.mark.parametrize(
+    ("question", "name"), [("Who are you?", "mindtune's demo assistant"), ("你是谁？", "演示助手")]
+)
+def test_ascend_rows_say_who_the_assistant_is(question: str, name: str) -> None:
+    rows = rows_of("ascend_qa.json")
+    (answer,) = (row["output"] for row in rows if row["instruction"] == question)
+    assert name in answer
+    assert sum(name in row["output"] for row in rows) >= 10
 
 
 def test_the_tokenizer_is_the_models_with_another_end_token(stories: Path) -> None:
