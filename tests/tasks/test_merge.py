@@ -113,7 +113,7 @@ def test_the_certificate_says_that_merged_and_attached_agree(merged, stories):
     certificate = certificate_of(output)
     assert 0 < certificate.max_relative_difference <= 1e-5
     assert certificate.same_greedy_token_share == 1.0
-    assert certificate.tolerance == 1e-5
+    assert certificate.tolerance == 1e-4
     assert certificate.merged_layers == dict.fromkeys(match_targets(TARGETS, read_spec(stories)), 2.0)
     assert certificate.merged_digest == weights_digest(output)
     assert certificate.base_digest == BASE_DIGEST
