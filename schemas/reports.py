@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from schemas.config import TemplateName
+from schemas.config import Packing, TemplateName
 from schemas.manifest import Frozen
 
 MINDIR_SPEC_VERSION = 1
@@ -53,16 +53,17 @@ class Rejected(Frozen):
 class SplitStatistics(Frozen):
     """One split (train or validation) of the tokenized data."""
 
-    rows: int
+    records: int
+    rows: int = Field(description="rows of the shards; fewer than records where those are packed")
     tokens: int
     trained_tokens: int
-    longest: int = Field(description="tokens in the longest row")
-    histogram_edges: tuple[int, ...] = Field(description="row lengths, tokens; one more than counts")
+    longest: int = Field(description="tokens in the longest record")
+    histogram_edges: tuple[int, ...] = Field(description="record lengths, tokens; one more than counts")
     histogram_counts: tuple[int, ...]
 
 
 class TokenizeReport(Frozen):
-    """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the rows of both splits."""
+    """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the records of both splits."""
 
     template: TemplateName
     read: int
@@ -73,6 +74,9 @@ class TokenizeReport(Frozen):
     train: SplitStatistics
     validation: SplitStatistics
     validation_is_training: bool = Field(description="nothing was held out: the training rows are evaluated")
+    packing: Packing
+    padded_lengths: tuple[int, ...] = Field(description="tokens that rows are padded to, ascending: the graph shapes")
+    real_token_share: float = Field(description="tokens of the padded training rows that are no padding")
     bos_id: int | None = Field(description="the token before every prompt, None where the tokenizer puts none")
     eos_id: int = Field(description="the token that ends every answer")
 
@@ -102,8 +106,9 @@ class TrainReport(Frozen):
     trainable_parameters: int
     total_parameters: int
     adapted_layers: int
-    padded_length: int = Field(description="tokens that every row was padded to: the one graph shape")
-    real_token_share: float = Field(description="tokens that are no padding")
+    padded_lengths: tuple[int, ...] = Field(description="tokens that rows were padded to: the graph shapes")
+    real_token_share: float = Field(description="tokens that are no padding, of all that went through the model")
+    segments_per_row: float = Field(description="records in a training row, on average; 1 without packing")
     curve: tuple[CurvePoint, ...]
     validation: tuple[ValidationPoint, ...] = Field(description="the first point, step 0, is the base model")
     best_step: int

@@ -11,18 +11,29 @@ def _field(name: str, type_: pa.DataType, meaning: str) -> pa.Field:
     return pa.field(name, type_, nullable=False, metadata={"meaning": meaning})
 
 
+def _list(name: str, type_: pa.DataType, meaning: str) -> pa.Field:
+    return _field(name, pa.list_(pa.field("item", type_, nullable=False)), meaning)
+
+
+# A row is what one place of a batch takes: one record, or several packed after each other, its segments.
 TOKENS = pa.schema(
     [
-        _field("input_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "token ids, not padded"),
-        _field(
+        _list("input_ids", pa.int32(), "token ids, not padded"),
+        _list(
             "labels",
-            pa.list_(pa.field("item", pa.int32(), nullable=False)),
+            pa.int32(),
             f"the token ids themselves where they are trained on, {IGNORE_LABEL} elsewhere; shifted in the loss only",
         ),
-        _field("source", pa.int32(), "index of the data file from 0: training before validation, folders spelled out"),
-        _field("record", pa.int64(), "index of the record in its file, from 0"),
+        _list("segment_ids", pa.int32(), "number of the token's segment in its row, from 1; 0 is left to padding"),
+        _list("positions", pa.int32(), "place of the token in its segment, from 0"),
+        _list(
+            "sources",
+            pa.int32(),
+            "of each segment: index of the data file from 0, training before validation, folders spelled out",
+        ),
+        _list("records", pa.int64(), "of each segment: index of the record in its file, from 0"),
     ],
-    metadata={"mindtune.table": "tokens", "mindtune.version": "1"},
+    metadata={"mindtune.table": "tokens", "mindtune.version": "2"},
 )
 
 

@@ -75,9 +75,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     tokenized = TokenizeReport.model_validate_json((tokens / "report.json").read_text(encoding="utf-8"))
 
     # all that can be refused, before a model is loaded
-    split = TokenRows(tokens / ("train" if tokenized.validation_is_training else "validation"))
+    split = TokenRows(tokens / ("train" if tokenized.validation_is_training else "validation"), by_segment=True)
     chosen, too_long = choose_rows(split.lengths(), settings.max_rows, cache.cache_length)
-    rows = [split.row(index) for index in chosen]
+    rows = [split.row(index)[:2] for index in chosen]
     encoder, template = (
         Encoder(Path(job.config.model.tokenizer or job.config.model.base)),
         TEMPLATES[tokenized.template],

@@ -30,6 +30,7 @@ from schemas.reports import Rejected, SplitStatistics, TokenizeReport
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoder
 from tasks.data.masks import TokenRow, make_row, place_of
+from tasks.data.packing import padded_lengths, padded_tokens
 from tasks.data.readers import Record, RecordReader
 from tasks.data.shards import ShardWriter
 from tasks.data.sources import list_files
@@ -49,8 +50,8 @@ PROGRESS_SECONDS = 0.5
 class _Split(ShardWriter):
     """A split that keeps count of what is written to it."""
 
-    def __init__(self, folder: Path, rows_per_shard: int) -> None:
-        super().__init__(folder, rows_per_shard)
+    def __init__(self, folder: Path, rows_per_shard: int, packed_length: int | None = None) -> None:
+        super().__init__(folder, rows_per_shard, packed_length)
         self.lengths: list[int] = []
         self.trained_tokens = 0
 
@@ -65,7 +66,8 @@ class _Split(ShardWriter):
         while edges[-1] <= longest:  # the last edge lies above the longest row
             edges.append(2 * edges[-1])
         return SplitStatistics(
-            rows=len(self.lengths),
+            records=len(self.lengths),
+            rows=self.row_lengths.total(),
             tokens=sum(self.lengths),
             trained_tokens=self.trained_tokens,
             longest=longest,
@@ -130,7 +132,8 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     training_files = len(list_files(config.data.train))
     numbers = 0
     with ExitStack() as stack:
-        train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard))
+        packed_length = config.tokenize.max_length if config.tokenize.packing == "pack" else None
+        train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard, packed_length))
         validation = stack.enter_context(_Split(output / "validation", config.tokenize.rows_per_shard))
         rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
         for made in _rows(config, encoder, context):
@@ -146,6 +149,8 @@ def run(job: StageJob, context: StageContext) -> StageResult:
             (validation if held_out else train).append(made.row, made.source, made.record.index)
             numbers += made.record.has_number
     kept, rejected = len(train.lengths) + len(validation.lengths), rejects.counts.total()
+    shapes = config.tokenize.buckets if config.tokenize.packing == "buckets" else 1
+    lengths = padded_lengths(train.row_lengths + validation.row_lengths, shapes, config.tokenize.max_length)
     report = TokenizeReport(
         template=config.tokenize.template,
         read=kept + rejected,
@@ -156,6 +161,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         train=train.statistics(),
         validation=validation.statistics(),
         validation_is_training=not validation.lengths,
+        packing=config.tokenize.packing,
+        padded_lengths=lengths,
+        real_token_share=sum(train.lengths) / max(1, padded_tokens(train.row_lengths, lengths)),
         bos_id=encoder.bos_id,
         eos_id=encoder.end_ids(TEMPLATES[config.tokenize.template])[0],
     )
@@ -165,6 +173,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     (output / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     metrics = {
         "rows": report.train.rows,
+        "real_token_share": report.real_token_share,
         "validation_rows": report.validation.rows,
         "tokens": report.train.tokens + report.validation.tokens,
         "trained_tokens": report.train.trained_tokens + report.validation.trained_tokens,

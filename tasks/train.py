@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schemas.config import TrainConfig
+from schemas.errors import InputError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import TokenizeReport, TrainReport
-from tasks.batches import MicroBatch, RowOrder, Rows, collate, in_order, padded_length
+from tasks.batches import Batch, MicroBatch, RowOrder, Rows, collate, in_order
 from tasks.files import write_atomically
 from tasks.schedule import learning_rate, total_steps
 from tasks.stages import StageContext
 
-if TYPE_CHECKING:  # both need MindSpore, which is imported only where a training really starts
+if TYPE_CHECKING:  # they need pyarrow or MindSpore, which are imported only where a training really starts
+    from tasks.data.shards import TokenRows
     from tasks.models.decoder import Decoder
     from tasks.models.train_step import TrainStep
     from tasks.training import Course
@@ -48,31 +50,41 @@ class _Data:
         training: rows to train on.
         validation: rows to validate on; the same where nothing was held out.
         order: which training rows a step sees.
-        length: tokens that every row is padded to.
+        lengths: tokens that rows are padded to, ascending.
+        batch_size: rows in a micro-batch.
+        packed: training rows may hold several records.
         end_token: id of the token that ends every answer.
     """
 
-    training: Rows
-    validation: Rows
+    training: "TokenRows"
+    validation: "TokenRows"
     order: RowOrder
-    length: int
+    lengths: tuple[int, ...]
+    batch_size: int
+    packed: bool
     end_token: int
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """What a step sees, counted from 1."""
-        return (self._collate(self.training, rows) for rows in self.order.micro_batches(step))
+        return (self._collate(self.training, batch) for batch in self.order.micro_batches(step))
 
     def validation_batches(self) -> Iterator[MicroBatch]:
         """All validation rows once."""
-        return (self._collate(self.validation, rows) for rows in in_order(len(self.validation), self.order.batch_size))
+        batches = in_order(self.validation.lengths(), self.lengths, self.batch_size)
+        return (self._collate(self.validation, batch) for batch in batches)
+
+    def shapes(self) -> tuple[MicroBatch, ...]:
+        """A micro-batch of fillers of each shape."""
+        return tuple(self._collate(self.training, Batch((), length)) for length in self.lengths)
 
     def real_token_share(self) -> float:
         """Tokens that are no padding, of those that go through the model in one pass over the training rows."""
-        batches = sum(len(self.order.micro_batches(step)) for step in range(1, self.order.steps_per_epoch + 1))
-        return float(self.training.lengths().sum()) / (batches * self.order.batch_size * self.length)
+        steps = range(1, self.order.steps_per_epoch + 1)
+        padded = sum(batch.length for step in steps for batch in self.order.micro_batches(step)) * self.batch_size
+        return float(self.training.lengths().sum()) / padded
 
-    def _collate(self, rows: Rows, indices: tuple[int, ...]) -> MicroBatch:
-        return collate(rows, indices, self.order.batch_size, self.length)
+    def _collate(self, rows: Rows, batch: Batch) -> MicroBatch:
+        return collate(rows, batch.rows, self.batch_size, batch.length)
 
 
 def run(job: StageJob, context: StageContext) -> StageResult:
@@ -103,19 +115,19 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         seed=train.seed,
     )
     data = _open_data(Path(job.inputs["tokenize"]), train, decoder.spec.positions)
-    step = _make_step(decoder, train)
+    step = _make_step(decoder, train, data.packed)
     course = _plan(data, train)
     trainable = sum(int(weight.size) for weight in step.weights)
     total = base_parameters + trainable
     log.info(
-        "%d of %d parameters in %d layers are trained (%.2f %%): %d steps over %d rows, padded to %d tokens",
+        "%d of %d parameters in %d layers are trained (%.2f %%): %d steps over %d rows, padded to %s tokens",
         trainable,
         total,
         len(layers),
         100 * trainable / total,
         course.steps,
         len(data.training),
-        data.length,
+        ", ".join(map(str, data.lengths)),
     )
     checkpoints = Checkpoints(Path(job.work) / "checkpoints", train.keep_checkpoints)
     outcome = Training(step, course, checkpoints, context).run()
@@ -130,8 +142,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         trainable_parameters=trainable,
         total_parameters=total,
         adapted_layers=len(layers),
-        padded_length=data.length,
+        padded_lengths=data.lengths,
         real_token_share=data.real_token_share(),
+        segments_per_row=data.training.segments / len(data.training),
         curve=progress.curve,
         validation=progress.validation,
         best_step=progress.best_step,
@@ -155,6 +168,8 @@ def run(job: StageJob, context: StageContext) -> StageResult:
             "validation_loss": losses[kept_step],
             "trainable_parameters": trainable,
             "adapted_layers": len(layers),
+            "real_token_share": report.real_token_share,
+            "graph_shapes": len(report.padded_lengths),
         },
         volatile=(TIMINGS_FILE, CURVE_FILE),
     )
@@ -166,12 +181,14 @@ def _open_data(folder: Path, train: TrainConfig, positions: int) -> _Data:
     report = TokenizeReport.model_validate_json((folder / "report.json").read_text(encoding="utf-8"))
     training = TokenRows(folder / "train")
     validation = training if report.validation_is_training else TokenRows(folder / "validation")
-    order = RowOrder(len(training), train.batch_size, train.gradient_accumulation, train.seed)
-    length = padded_length([*training.lengths(), *validation.lengths()], positions)
-    return _Data(training, validation, order, length, report.eos_id)
+    lengths = report.padded_lengths
+    if lengths[-1] > positions:
+        raise InputError("model.too_short", field="tokenize.max_length", value=lengths[-1], positions=positions)
+    order = RowOrder(training.lengths(), lengths, train.batch_size, train.gradient_accumulation, train.seed)
+    return _Data(training, validation, order, lengths, train.batch_size, report.packing == "pack", report.eos_id)
 
 
-def _make_step(decoder: "Decoder", train: TrainConfig) -> "TrainStep":
+def _make_step(decoder: "Decoder", train: TrainConfig, packed: bool) -> "TrainStep":
     import mindspore as ms
 
     from tasks.models.adamw import AdamW
@@ -187,7 +204,7 @@ def _make_step(decoder: "Decoder", train: TrainConfig) -> "TrainStep":
         weight_decay=train.weight_decay,
     )
     mask_seed = train.seed if train.lora.dropout else None
-    return TrainStep(AnswerLoss(decoder), weights, optimizer, train.max_gradient_norm, mask_seed)
+    return TrainStep(AnswerLoss(decoder), weights, optimizer, train.max_gradient_norm, mask_seed, packed)
 
 
 def _plan(data: _Data, train: TrainConfig) -> "Course":
@@ -197,6 +214,7 @@ def _plan(data: _Data, train: TrainConfig) -> "Course":
     return Course(
         steps=steps,
         micro_batches=data.micro_batches,
+        shapes=data.shapes(),
         validation=data.validation_batches,
         learning_rate=lambda step: learning_rate(step, steps, train),
         epoch_after=data.order.epoch_after,

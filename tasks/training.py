@@ -8,7 +8,7 @@ MindSpore's operators are deterministic).
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,8 @@ class Course:
 
     Args:
         steps: optimizer steps in all.
-        micro_batches: of a step, counted from 1; at least one, all of one shape.
+        micro_batches: of a step, counted from 1; at least one.
+        shapes: a micro-batch of each shape that there is.
         validation: the micro-batches to validate on, afresh for each call.
         learning_rate: of a step.
         epoch_after: passes over the rows that are done after a step.
@@ -44,6 +45,7 @@ class Course:
 
     steps: int
     micro_batches: Callable[[int], Iterable[MicroBatch]]
+    shapes: Sequence[MicroBatch]
     validation: Callable[[], Iterable[MicroBatch]]
     learning_rate: Callable[[int], float]
     epoch_after: Callable[[int], float]
@@ -98,10 +100,13 @@ class Training:
         """
         began = time.perf_counter()
         resumed_from = self._resume()
-        self.context.report_progress(resumed_from, self.course.steps, "compiling")
-        self.step.compile(next(iter(self.course.micro_batches(1))))
+        for number, batch in enumerate(self.course.shapes, 1):
+            self.context.report_progress(
+                resumed_from, self.course.steps, f"compiling graph {number} of {len(self.course.shapes)}"
+            )
+            self.step.compile(batch)
         compile_seconds = time.perf_counter() - began
-        logger.info("compiled in %.1f s", compile_seconds)
+        logger.info("compiled %d graphs in %.1f s", len(self.course.shapes), compile_seconds)
         while True:
             if self._validation_is_due():
                 self._validate()

@@ -85,7 +85,7 @@ def tokenize_files(stories: Path, tmp_path: Path) -> Callable[..., Tokenized]:
 
     def rows(folder: Path) -> list[tuple[list[int], list[int]]]:
         split = TokenRows(folder)
-        return [(ids.tolist(), labels.tolist()) for ids, labels in map(split.row, range(len(split)))]
+        return [(row.input_ids.tolist(), row.labels.tolist()) for row in map(split.row, range(len(split)))]
 
     def run(*files: Path, tokenizer: Path = stories, base: Path = stories, **settings: Any) -> Tokenized:
         data = {name: settings.pop(name) for name in ("validation", "on_bad", "max_rejected_share") if name in settings}

@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from tasks.models.layers import Attention, FeedForward, RMSNorm, causal_mask, dense, rotary_tables
+from tasks.models.layers import MASKED, Attention, FeedForward, RMSNorm, causal_mask, dense, rotary_tables
 from tasks.models.spec import DecoderSpec
 
 
@@ -53,8 +53,8 @@ class Block(nn.Cell):
         spec: sizes.
     Inputs:
         x: (B, T, D).
-        cosine, sine: (T, C/2).
-        mask: (T, T).
+        cosine, sine: (T, C/2) or (B, T, C/2).
+        mask: (T, T) or (B, 1, 1, T, T).
     Outputs:
         (B, T, D).
     """
@@ -79,6 +79,7 @@ class Trunk(nn.Cell):
         spec: sizes.
     Inputs:
         input_ids: (B, T) int32.
+        segment_ids, positions: (B, T) int32, or neither; see `Decoder`.
     Outputs:
         (B, T, D), after the final norm.
     """
@@ -90,9 +91,15 @@ class Trunk(nn.Cell):
         self.layers = nn.CellList([Block(spec) for _ in range(spec.layers)])
         self.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
+    def construct(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """See the class."""
         cosine, sine, mask = _constants(input_ids.shape[1], self.head_size, self.rope_theta)
+        if segment_ids is not None:
+            cosine, sine = ops.gather(cosine, positions, 0), ops.gather(sine, positions, 0)  # (B, T, C/2)
+            apart = segment_ids.expand_dims(2) != segment_ids.expand_dims(1)  # (B, T, T)
+            mask = ops.minimum(mask, apart.astype(mstype.float32) * MASKED).expand_dims(1).expand_dims(1)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, cosine, sine, mask)
@@ -103,12 +110,15 @@ class Decoder(nn.Cell):
     """A Llama decoder whose weights are still to be set (see `loading.load_decoder`).
 
     Each token sees itself and those before it. Rows that are padded on the right need no mask: what stands after a
-    token does not reach it, and the hidden states of padding are not to be used.
+    token does not reach it, and the hidden states of padding are not to be used. In packed rows a token sees those of
+    its own segment only, and its position counts from the segment's start: the result is that of rows of their own.
 
     Args:
         spec: sizes.
     Inputs:
         input_ids: (B, T) int32, from 0 to V - 1. Every new (B, T) compiles a graph of its own, seconds each.
+        segment_ids: (B, T) int32, the segment of each token; without them a row is one segment.
+        positions: (B, T) int32, the place of each token in its segment, below T; given with segment_ids only.
     Outputs:
         (B, T, D) float32, the hidden states after the final norm; `logits` makes logits of those that are wanted.
     """
@@ -123,9 +133,11 @@ class Decoder(nn.Cell):
             self.lm_head = dense(spec.hidden, spec.vocabulary)
         self.project = ops.MatMul(transpose_b=True)
 
-    def construct(self, input_ids: Tensor) -> Tensor:
+    def construct(
+        self, input_ids: Tensor, segment_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """See the class."""
-        return self.model(input_ids)
+        return self.model(input_ids, segment_ids, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D); for use inside the construct of another Cell."""

@@ -66,7 +66,7 @@ class Rotary(nn.Cell):
 
     Inputs:
         x: (B, T, heads, C).
-        cosine, sine: (T, C/2), see `rotary_tables`.
+        cosine, sine: (T, C/2) or (B, T, C/2), see `rotary_tables`.
     Outputs:
         (B, T, heads, C).
     Source: as `rotary_tables`; pairs half a head apart instead of neighbours, as in Hugging Face checkpoints, whose
@@ -80,7 +80,7 @@ class Rotary(nn.Cell):
 
     def construct(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """See the class."""
-        cosine, sine = cosine.expand_dims(1), sine.expand_dims(1)  # (T, 1, C/2)
+        cosine, sine = cosine.expand_dims(-2), sine.expand_dims(-2)  # (..., T, 1, C/2)
         first, second = self.split(x)  # (B, T, heads, C/2) each
         return self.join((first * cosine - second * sine, second * cosine + first * sine))
 
@@ -92,8 +92,8 @@ class Attention(nn.Cell):
         spec: sizes D, H, K, C.
     Inputs:
         x: (B, T, D).
-        cosine, sine: (T, C/2).
-        mask: (T, T), added to the scores.
+        cosine, sine: (T, C/2) or (B, T, C/2).
+        mask: (T, T) or (B, 1, 1, T, T), added to the scores.
     Outputs:
         (B, T, D).
     Source: Ainslie et al. 2023, arXiv 2305.13245. Query heads of a group are put after each other along T, so that keys
@@ -129,7 +129,7 @@ class Attention(nn.Cell):
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Mix the values and project them back to (B, T, D).
 
-        Queries are (B, T, H, C), keys and values (B, K, S, C), the mask (T, S).
+        Queries are (B, T, H, C), keys and values (B, K, S, C), the mask (T, S) or (B, 1, 1, T, S).
         """
         batch, tokens, _, _ = queries.shape
         grouped = (queries * self.scale).reshape(batch, tokens, self.key_value_heads, self.group, self.head_size)

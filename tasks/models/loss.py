@@ -16,11 +16,14 @@ class AnswerLoss(nn.Cell):
     in here and nowhere else.
 
     Args:
-        decoder: Cell from (B, T) ids to (B, T, D) hidden states, with a method `logits` to (B, T, V).
+        decoder: Cell from ids, segment ids and positions (B, T) to hidden states (B, T, D), with a method `logits` to
+            (B, T, V).
     Inputs:
         input_ids: (B, T) int32, padded on the right.
         labels: (B, T) int32, the token's id where it is trained on, -100 elsewhere. That of a row's first token is
             never counted: nothing comes before it.
+        segment_ids, positions: (B, T) int32, or neither where each row is one segment; see `Decoder`. The label of a
+            segment's first token is not counted: what comes before it is another text.
     Outputs:
         (sum in nats, number of label tokens counted), both () float32.
     """
@@ -29,11 +32,19 @@ class AnswerLoss(nn.Cell):
         super().__init__(auto_prefix=False)  # parameters keep their Hugging Face names
         self.decoder = decoder
 
-    def construct(self, input_ids: ms.Tensor, labels: ms.Tensor) -> tuple[ms.Tensor, ms.Tensor]:
+    def construct(
+        self,
+        input_ids: ms.Tensor,
+        labels: ms.Tensor,
+        segment_ids: ms.Tensor | None = None,
+        positions: ms.Tensor | None = None,
+    ) -> tuple[ms.Tensor, ms.Tensor]:
         """Sum and count over the whole batch."""
-        hidden = self.decoder(input_ids)[:, :-1]  # (B, T-1, D)
+        hidden = self.decoder(input_ids, segment_ids, positions)[:, :-1]  # (B, T-1, D)
         targets = labels[:, 1:]  # (B, T-1): the only shift
         counted = targets != IGNORE_LABEL
+        if positions is not None:
+            counted = ops.logical_and(counted, positions[:, 1:] > 0)
         # Four times faster on CPU than ops.cross_entropy, forward and backward.
         log_likelihood = ops.log_softmax(self.decoder.logits(hidden), -1)  # (B, T-1, V)
         chosen = ops.gather_elements(log_likelihood, 2, ops.maximum(targets, 0).expand_dims(2)).squeeze(2)  # (B, T-1)

@@ -63,9 +63,15 @@ class _Accumulate(nn.Cell):
         self.sum = ms.Parameter(ms.Tensor(0.0, ms.float32), name="loss_sum", requires_grad=False)
         self.count = ms.Parameter(ms.Tensor(0.0, ms.float32), name="label_count", requires_grad=False)
 
-    def construct(self, input_ids: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
+    def construct(
+        self,
+        input_ids: ms.Tensor,
+        labels: ms.Tensor,
+        segment_ids: ms.Tensor | None = None,
+        positions: ms.Tensor | None = None,
+    ) -> ms.Tensor:
         """Returns the loss of the micro-batch, () float32, a sum."""
-        (loss_sum, count), gradients = self.value_and_gradients(input_ids, labels)
+        (loss_sum, count), gradients = self.value_and_gradients(input_ids, labels, segment_ids, positions)
         self.each(_add, self.gradients, gradients)
         ops.assign_add(self.sum, loss_sum)
         ops.assign_add(self.count, count)
@@ -108,12 +114,14 @@ class TrainStep:
     """One optimizer step: any number of micro-batches of one shape, then one update.
 
     Args:
-        loss: Cell from (input_ids, labels) to the sum of the loss and the number of labels counted.
+        loss: Cell from a micro-batch's arrays to the sum of the loss and the number of labels counted.
         weights: what is trained.
         optimizer: over the same weights.
         max_gradient_norm: gradients are scaled down to this global norm; None: never.
         mask_seed: seed of the dropout masks, which are a function of it, the step and the micro-batch; None: the model
             has no dropout.
+        packed: rows may hold several segments. Without it segment ids and positions stay on the host, since the causal
+            mask alone does for a row of one segment, and costs a little less.
     """
 
     def __init__(
@@ -123,17 +131,19 @@ class TrainStep:
         optimizer: AdamW,
         max_gradient_norm: float | None,
         mask_seed: int | None = None,
+        packed: bool = False,
     ) -> None:
         self.loss = loss
         self.weights = weights
         self.optimizer = optimizer
         self.mask_seed = mask_seed
+        self.packed = packed
         self._accumulate = _Accumulate(loss, weights)
         self._update = _Update(self._accumulate, optimizer, max_gradient_norm)
 
     def compile(self, batch: MicroBatch) -> None:
         """Compile the graphs for this shape, without a step: forward, forward and backward, update."""
-        tensors = _tensors(batch)
+        tensors = self._tensors(batch)
         self.loss.set_train(False)
         self.loss.compile(*tensors)
         self._accumulate.set_train(True)
@@ -158,14 +168,14 @@ class TrainStep:
         for number, batch in enumerate(micro_batches):
             if self.mask_seed is not None:
                 draw_masks(self.loss, self.mask_seed, step * MOST_MICRO_BATCHES + number)
-            self._accumulate(*_tensors(batch))
+            self._accumulate(*self._tensors(batch))
         loss, norm = self._update(self.optimizer.scalars(step, learning_rate))
         return loss, norm
 
     def mean_loss(self, micro_batches: Iterable[MicroBatch]) -> float:
         """The loss over many micro-batches, each label token weighing the same, nats; dropout off, nothing changes."""
         self.loss.set_train(False)
-        sums = [self.loss(*_tensors(batch)) for batch in micro_batches]
+        sums = [self.loss(*self._tensors(batch)) for batch in micro_batches]
         return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
 
     def state(self) -> Tensors:
@@ -187,6 +197,8 @@ class TrainStep:
     def _moments(self) -> list[ms.Parameter]:
         return [*self.optimizer.first_moments, *self.optimizer.second_moments]
 
-
-def _tensors(batch: MicroBatch) -> tuple[ms.Tensor, ms.Tensor]:
-    return ms.Tensor(batch.input_ids), ms.Tensor(batch.labels)
+    def _tensors(self, batch: MicroBatch) -> list[ms.Tensor]:
+        arrays = [batch.input_ids, batch.labels]
+        if self.packed:
+            arrays += [batch.segment_ids, batch.positions]
+        return [ms.Tensor(array) for array in arrays]

@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from list_rows import ListRows
 
 from schemas.reports import Rejected
-from tasks.batches import MicroBatch, collate
+from tasks.batches import collate
 from tasks.data.encoding import Encoder
 from tasks.data.masks import make_row
 from tasks.data.readers import Record
@@ -18,7 +20,7 @@ from tasks.models.spec import DecoderSpec, expected_shapes
 END = 2  # also the pad token of this tokenizer
 
 
-class Rows:
+class Rows(ListRows):
     """The rows of the case, as `tokenize` makes them."""
 
     def __init__(self, folder):
@@ -29,17 +31,8 @@ class Rows:
             for index, record in enumerate(records)
         ]
         assert not any(isinstance(row, Rejected) for row in made)
-        self.rows = [(np.array(row.input_ids, np.int32), np.array(row.labels, np.int32)) for row in made]
+        super().__init__(*[[(row.input_ids, row.labels)] for row in made])
         self.size = encoder.size
-
-    def __len__(self):
-        return len(self.rows)
-
-    def lengths(self):
-        return np.array([len(ids) for ids, _ in self.rows])
-
-    def row(self, index):
-        return self.rows[index]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,7 @@ def wanted(rows, model):
     module_spec.loader.exec_module(numpy_llama)
     _, tensors, sizes = model
     losses = []
-    for ids, labels in rows.rows:
+    for ids, labels, *_ in rows.rows:
         logits = numpy_llama.logits(tensors, ids, **sizes)
         log_shares = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         losses += [-log_shares[t - 1, labels[t]] for t in range(1, len(ids)) if labels[t] != -100]
@@ -101,7 +94,7 @@ def padded(rows, case_folder, indices, batch_size):
     ids = batch.input_ids.copy()
     for place, index in enumerate(indices):
         ids[place, len(rows.row(index)[0]) :] = END
-    return MicroBatch(ids, batch.labels, batch.tokens, batch.trained_tokens)
+    return replace(batch, input_ids=ids)
 
 
 def make_step(decoder):

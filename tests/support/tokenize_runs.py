@@ -49,5 +49,5 @@ class TokenizeRuns:
         """The trained label ids of each row."""
         from tasks.data.shards import TokenRows
 
-        rows = TokenRows(self.store.open(ref) / "train")
-        return [[int(label) for label in rows.row(index)[1] if label != -100] for index in range(len(rows))]
+        rows = TokenRows(self.store.open(ref) / "train", by_segment=True)
+        return [[int(label) for label in rows.row(index).labels if label != -100] for index in range(len(rows))]

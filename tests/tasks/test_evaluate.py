@@ -280,7 +280,7 @@ def expected_score(model: Path, rows: list[Row]) -> tuple[float, float]:
 
 def test_losses_are_those_of_an_independent_forward_pass(finished_stage: Finished, stories: Path):
     split = TokenRows(finished_stage.folder / "tokenize" / ("0" * 64) / "validation")
-    rows = [split.row(index) for index in (0, 2)]
+    rows = [split.row(index)[:2] for index in (0, 2)]
     report = finished_stage.report
     assert (report.rows, report.rows_too_long) == (2, 1)
     assert report.tokens == sum(int((labels != IGNORE_LABEL).sum()) for _, labels in rows)

@@ -65,6 +65,7 @@ TOKENIZED = TokenizeReport(
     rejected=6,
     reasons={"output is empty": 4, "longer than <max_length>": 2},
     train=SplitStatistics(
+        records=181,
         rows=181,
         tokens=9_412,
         trained_tokens=4_017,
@@ -73,6 +74,7 @@ TOKENIZED = TokenizeReport(
         histogram_counts=(21, 74, 61, 20, 5),
     ),
     validation=SplitStatistics(
+        records=23,
         rows=23,
         tokens=1_180,
         trained_tokens=412,
@@ -81,6 +83,9 @@ TOKENIZED = TokenizeReport(
         histogram_counts=(3, 9, 8, 3),
     ),
     validation_is_training=False,
+    packing="none",
+    padded_lengths=(96,),
+    real_token_share=0.541,
     bos_id=1,
     eos_id=2,
 )
@@ -90,8 +95,9 @@ TRAINED = TrainReport(
     trainable_parameters=52_736,
     total_parameters=312_768,
     adapted_layers=35,
-    padded_length=96,
+    padded_lengths=(96,),
     real_token_share=0.541,
+    segments_per_row=1.0,
     curve=tuple(
         CurvePoint(
             step=step,

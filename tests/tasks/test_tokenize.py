@@ -13,6 +13,7 @@ from tasks import tokenize
 from tasks.data import masks
 from tasks.data.encoding import Encoder
 from tasks.data.readers import Record
+from tasks.data.shards import TokenRows
 from tasks.tokenize import is_held_out, open_encoder
 
 
@@ -101,6 +102,37 @@ def test_the_report_adds_up_and_counts_lengths(tokenize_files: Any, hundred: Pat
         ]
         assert sum(split.histogram_counts) == split.rows
     assert (report.bos_id, report.eos_id) == (1, 2)
+
+
+def test_packing_puts_whole_training_records_together_and_leaves_validation_as_it_is(
+    tokenize_files: Any, hundred: Path
+) -> None:
+    plain = tokenize_files(hundred, validation_share=0.3, max_length=100)
+    packed = tokenize_files(hundred, validation_share=0.3, max_length=100, packing="pack")
+    assert packed.validation == plain.validation
+    split = TokenRows(packed.folder / "train", by_segment=True)
+    found = sorted(split.row(index).input_ids.tolist() for index in range(len(split)))
+    assert found == sorted(ids for ids, _ in plain.train)
+    report = packed.report
+    assert report.train.records == plain.report.train.rows == report.kept - report.validation.rows
+    assert report.train.rows == len(packed.train) < report.train.records / 2
+    assert report.train.longest == plain.report.train.longest
+    assert (report.packing, report.padded_lengths) == ("pack", (100,))
+    assert report.real_token_share == report.train.tokens / (report.train.rows * 100)
+
+
+def test_buckets_leave_the_rows_as_they_are_and_pad_them_less(tokenize_files: Any, tmp_path: Path) -> None:
+    records = [{"instruction": "Say it.", "output": "ha " * number} for number in range(1, 91, 3)]
+    file = write_array(tmp_path / "records.json", records)
+    plain = tokenize_files(file)
+    buckets = tokenize_files(file, packing="buckets", buckets=3)
+    assert buckets.train == plain.train
+    lengths = buckets.report.padded_lengths
+    assert len(lengths) == 3
+    assert lengths[-1:] == plain.report.padded_lengths
+    padded = sum(next(length for length in lengths if length >= len(ids)) for ids, _ in buckets.train)
+    assert buckets.report.real_token_share == buckets.report.train.tokens / padded
+    assert buckets.report.real_token_share > plain.report.real_token_share
 
 
 def test_what_is_held_out_depends_on_the_record_alone(tokenize_files: Any, stories: Path, tmp_path: Path) -> None:

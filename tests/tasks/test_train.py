@@ -57,10 +57,10 @@ def base(tmp_path_factory):
     return folder
 
 
-def write_rows(folder, count, seed, longest=20):
+def write_rows(folder, count, seed, longest=20, packed_length=None):
     """Rows whose answer counts on from the prompt's last token: learnable, and of unequal length."""
     draw = np.random.default_rng(seed)
-    with ShardWriter(folder, rows_per_shard=7) as writer:
+    with ShardWriter(folder, rows_per_shard=7, packed_length=packed_length) as writer:
         for record in range(count):
             prompt, answer = (int(draw.integers(2, 1 + longest // 2)) for _ in range(2))
             start = int(draw.integers(3, 30))
@@ -68,10 +68,10 @@ def write_rows(folder, count, seed, longest=20):
             writer.append(TokenRow(ids, [-100] * prompt + ids[prompt:]), 0, record)
 
 
-def write_report(folder, rows, held_out):
+def write_report(folder, rows, held_out, lengths=(32,), packing="none"):
     def statistics(rows):
         return SplitStatistics(
-            rows=rows, tokens=0, trained_tokens=0, longest=0, histogram_edges=(), histogram_counts=()
+            records=rows, rows=rows, tokens=0, trained_tokens=0, longest=0, histogram_edges=(), histogram_counts=()
         )
 
     report = TokenizeReport(
@@ -83,6 +83,9 @@ def write_report(folder, rows, held_out):
         train=statistics(rows),
         validation=statistics(held_out),
         validation_is_training=not held_out,
+        packing=packing,
+        padded_lengths=lengths,
+        real_token_share=0.5,
         bos_id=1,
         eos_id=2,
     )
@@ -158,7 +161,8 @@ def loss_of_adapter(job, rows):
     decoder = load_decoder(Path(job.config.model.base))
     attach_adapter(decoder, read_adapter(Path(job.output)))
     batch = collate(rows, range(len(rows)), len(rows), 32)
-    total, count = AnswerLoss(decoder)(ms.Tensor(batch.input_ids), ms.Tensor(batch.labels))
+    arrays = (batch.input_ids, batch.labels, batch.segment_ids, batch.positions)
+    total, count = AnswerLoss(decoder)(*map(ms.Tensor, arrays))
     return float(total) / float(count)
 
 
@@ -176,7 +180,8 @@ def test_leaves_an_adapter_its_optimizer_a_report_and_a_curve(plain, tokens):
     tensors = load_file(Path(made.config.model.base) / "model.safetensors").values()
     assert report.total_parameters == report.trainable_parameters + sum(tensor.size for tensor in tensors)
     assert report.adapted_layers == 3
-    assert report.padded_length == 32
+    assert report.padded_lengths == (32,)
+    assert report.segments_per_row == 1
     lengths = TokenRows(tokens / "train").lengths()
     assert report.real_token_share == pytest.approx(lengths.sum() / (6 * 4 * 32))
     assert [point.step for point in report.curve] == list(range(1, 31))
@@ -191,6 +196,8 @@ def test_leaves_an_adapter_its_optimizer_a_report_and_a_curve(plain, tokens):
         "validation_loss": losses[report.kept_step],
         "trainable_parameters": report.trainable_parameters,
         "adapted_layers": 3,
+        "real_token_share": report.real_token_share,
+        "graph_shapes": 1,
     }
     assert result.metrics["validation_loss"] < losses[0] - 0.2
     timings = TrainTimings.model_validate_json((Path(made.output) / "timings.json").read_text())
@@ -227,6 +234,44 @@ def test_training_rows_are_validated_on_where_nothing_was_held_out(job, tmp_path
     report = report_of(made)
     rows = TokenRows(tmp_path / "tokens" / "train")
     assert report.validation[-1].loss == pytest.approx(loss_of_adapter(made, rows), rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["pack", "buckets"])
+def test_the_same_records_in_fewer_positions_are_the_same_first_step(job, tmp_path, packing):
+    """One step over all records: however they are laid out, each label token weighs the same."""
+    plain, other = tmp_path / "plain", tmp_path / packing
+    write_rows(plain / "train", 20, seed=2)
+    write_rows(plain / "validation", 4, seed=3)
+    write_report(plain, 20, 4)
+    write_rows(other / "train", 20, seed=2, packed_length=32 if packing == "pack" else None)
+    write_rows(other / "validation", 4, seed=3)
+    write_report(other, 20, 4, lengths=(8, 16, 24) if packing == "buckets" else (32,), packing=packing)
+    settings = {"max_steps": 3, "batch_size": 4, "gradient_accumulation": 10, "warmup_steps": 0}
+    jobs = [job(tokens=tokens, **settings) for tokens in (plain, other)]
+    for made in jobs:
+        train.run(made, CONTEXT)
+    wanted, found = map(report_of, jobs)
+    assert [point.loss for point in found.curve] == pytest.approx([point.loss for point in wanted.curve], abs=1e-5)
+    assert [point.loss for point in found.validation] == pytest.approx(
+        [point.loss for point in wanted.validation], abs=1e-5
+    )
+    assert found.real_token_share > wanted.real_token_share
+    if packing == "pack":
+        assert found.segments_per_row == 20 / len(TokenRows(other / "train")) > 1.5
+    else:
+        assert found.padded_lengths == (8, 16, 24)
+
+
+def test_packed_training_rows_are_validated_on_where_nothing_was_held_out(job, tmp_path):
+    folder = tmp_path / "tokens"
+    write_rows(folder / "train", 12, seed=2, packed_length=32)
+    (folder / "validation").mkdir()
+    write_report(folder, 12, 0, packing="pack")
+    made = job(tokens=folder, max_steps=2, warmup_steps=0)
+    train.run(made, CONTEXT)
+    apart = TokenRows(folder / "train", by_segment=True)
+    assert len(apart) == 12
+    assert report_of(made).validation[-1].loss == pytest.approx(loss_of_adapter(made, apart), rel=1e-5)
 
 
 def test_what_is_only_logged_or_saved_between_does_not_change_a_byte(job, plain):
@@ -303,7 +348,7 @@ def test_only_the_adapter_changes(job, tokens):
     folder = Path(made.config.model.base)
     decoder = load_decoder(folder)
     attach_lora(decoder, rank=2, alpha=4, dropout=0.1, target_modules=["q_proj", "gate_proj"], seed=0)
-    step = train._make_step(decoder, made.config.train)
+    step = train._make_step(decoder, made.config.train, packed=False)
     rows = TokenRows(tokens / "train")
     for number in (1, 2, 3):
         step([collate(rows, range(4), 4, 32)], number, 0.05)
@@ -339,6 +384,6 @@ def test_what_can_not_be_trained_is_an_error(job, settings, error, message):
 def test_rows_beyond_the_positions_of_the_model_are_refused(job, tmp_path):
     write_rows(tmp_path / "tokens" / "train", 30, seed=2, longest=120)
     (tmp_path / "tokens" / "validation").mkdir()
-    write_report(tmp_path / "tokens", 30, 0)
-    with pytest.raises(InputError, match=r"tokenize.max_length \(\d+\) is more than the 48 positions"):
+    write_report(tmp_path / "tokens", 30, 0, lengths=(32, 128))
+    with pytest.raises(InputError, match=r"tokenize.max_length \(128\) is more than the 48 positions"):
         train.run(job(tokens=tmp_path / "tokens"), CONTEXT)

@@ -14,7 +14,7 @@ from tasks.checkpoints import Checkpoints
 from tasks.stages import StageContext
 from tasks.training import Course, Training
 
-BATCH = MicroBatch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), tokens=2, trained_tokens=1)
+BATCH = MicroBatch(*[np.zeros((1, 2), np.int32)] * 4, tokens=2, trained_tokens=1)
 
 
 class Weight:
@@ -67,6 +67,7 @@ def start(tmp_path):
         course = {
             "steps": 10,
             "micro_batches": lambda number: [BATCH],
+            "shapes": [BATCH],
             "validation": lambda: [BATCH, BATCH],
             "learning_rate": lambda number: 0.1 * number,
             "epoch_after": lambda number: number / 5,
@@ -199,7 +200,7 @@ def test_a_finished_training_that_was_not_published_is_not_done_again(start):
 def test_progress_is_reported_for_each_step_with_the_loss_last_read(start):
     reports = []
     start(FakeStep(losses={3: 2.5}), report=lambda *report: reports.append(report)).run()
-    assert reports[0] == (0, 10, "compiling")
+    assert reports[0] == (0, 10, "compiling graph 1 of 1")
     assert [report[:2] for report in reports[1:]] == [(step, 10) for step in range(1, 11)]
     assert reports[3][2] == reports[4][2] == "loss 2.500"
 

@@ -29,7 +29,7 @@ class Bigram(nn.Cell):
     def _weight(name, value, trained=True):
         return ms.Parameter(ms.Tensor(0.4 * value.astype(np.float32)), name=name, requires_grad=trained)
 
-    def construct(self, input_ids):
+    def construct(self, input_ids, segment_ids, positions):
         return ops.gather(self.embedding, input_ids, 0)
 
     def logits(self, hidden):
@@ -98,7 +98,7 @@ def pad(rows, batch_size=4, length=8, pad_id=0):
     for place, (row_ids, row_labels) in enumerate(rows):
         ids[place, : len(row_ids)] = row_ids
         labels[place, : len(row_labels)] = row_labels
-    return MicroBatch(ids, labels, 0, 0)
+    return MicroBatch(ids, labels, np.ones_like(ids), np.tile(np.arange(length, dtype=np.int32), (batch_size, 1)), 0, 0)
 
 
 def make_step(max_norm=None, decay=DECAY):
