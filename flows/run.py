@@ -13,6 +13,7 @@ from schemas.config import LlmConfig
 from schemas.errors import InterruptionError, MindtuneError, StoreError
 from schemas.manifest import ArtifactRef, RunRecord, RunSpec, StageName
 from tasks.environment import check_resources
+from tasks.locations import download_missing
 from tasks.plan import Decision, Planner, check_inputs
 from tasks.runner import StageRun
 from tasks.stages import STAGES
@@ -35,7 +36,7 @@ def run_job(config: LlmConfig, source: str, label: str, accept_code: bool = Fals
     """
     root = artifact_root(config)
     log.info("artifacts: %s", root)
-    check_inputs(config)
+    _prepare(config, tuple(STAGES))
     store = Store(root)
     decisions = Planner(store, config, accept_code=accept_code).plan()
     if not _all_reused(decisions):
@@ -71,7 +72,7 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     record = store.read_run(run)
     check_overrides_belong(overrides, stage)
     config = change_config(record.config, overrides)
-    check_inputs(config, [stage])
+    _prepare(config, [stage])
     wanted: list[StageName] = [*STAGES[stage].takes]
     if STAGES[stage].on_device:
         wanted.append("validate_env")
@@ -99,6 +100,14 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
 
                 rerun_stage(spec, stage, inputs)
     return store.read_run(record.run)
+
+
+def _prepare(config: LlmConfig, stages: Sequence[StageName]) -> None:
+    """Refuse what can be seen to be wrong, and download a base model that is on a hub and not yet on this machine."""
+    check_inputs(config, stages)
+    sources = {source for stage in stages for source in STAGES[stage].sources}
+    if sources & {"base", "tokenizer"} and download_missing(config.model):
+        check_inputs(config, stages)
 
 
 def _all_reused(decisions: Sequence[Decision]) -> bool:

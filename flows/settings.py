@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.config import EnvConfig, LlmConfig
 from schemas.errors import ConfigError
 from schemas.manifest import StageName
+from tasks.locations import is_path
 from tasks.stages import STAGES
 
 PRESETS = Path(__file__).parent / "presets"
@@ -179,6 +180,8 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
 
 
 def _absolute(text: str, folder: Path) -> str:
+    if not is_path(text):
+        return text
     variables = {"MINDTUNE_DATA": str(PROJECT.parent / "shared" / "data"), **os.environ}
     filled = string.Template(text).safe_substitute(variables)
     return os.path.normpath(folder / Path(filled).expanduser()) if filled.strip() else filled

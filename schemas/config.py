@@ -74,12 +74,14 @@ class ModelConfig(Section):
     """The base model that is fine-tuned."""
 
     base: Text = Field(
-        description="folder of a Hugging Face checkpoint: config.json, *.safetensors and tokenizer files",
+        description="folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files), a GGUF file, "
+        "pkg:PACKAGE/FILE (inside an installed package), hf:OWNER/NAME@REVISION (Hugging Face hub) or "
+        "ms:OWNER/NAME@REVISION (ModelScope); a revision may be left out",
         json_schema_extra=NEUTRAL,  # its content counts, by digest
     )
     tokenizer: Text | None = Field(
         default=None,
-        description="folder of tokenizer files; without it those of the base model",
+        description="folder of tokenizer files, or another location as for base; without it those of the base model",
         json_schema_extra=NEUTRAL,  # its content counts, by digest
     )
 

@@ -3,7 +3,8 @@
 the stages      validate_env  tokenize  train  merge  export  evaluate: one module each, with `run(job, context)`
 their contract  stages: what each depends on, and what it may ask of its runner
 what is kept    store: artifacts and runs; plan: keys, decisions, reasons; fingerprint, code: digests of inputs and
-                code; files: writing that survives a crash; tokenizer_files
+                code; files: writing that survives a crash
+the base model  locations: from the text in the configuration to a path; hubs; tokenizer_files, gguf_tokenizer
 how they run    runner, child: a stage in a process of its own; cached: the six Prefect tasks
 validate_env    environment, probe
 train           training: the loop; batches, schedule, checkpoints, step_clock

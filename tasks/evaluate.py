@@ -24,11 +24,13 @@ from tasks.data.encoding import Encoder
 from tasks.data.shards import TokenRows
 from tasks.data.templates import TEMPLATES, Asked, Template
 from tasks.files import write_atomically
+from tasks.locations import base_path, tokenizer_path
 from tasks.memory import peak_memory_bytes
 from tasks.models.generation import Generator, read_mindir_spec
 from tasks.report import write_report
 from tasks.scoring import Score, score_row
 from tasks.stages import StageContext
+from tasks.tokenizer_files import open_tokenizer
 
 log = logging.getLogger("mindtune.evaluate")
 
@@ -78,10 +80,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     split = TokenRows(tokens / ("train" if tokenized.validation_is_training else "validation"), by_segment=True)
     chosen, too_long = choose_rows(split.lengths(), settings.max_rows, cache.cache_length)
     rows = [split.row(index)[:2] for index in chosen]
-    encoder, template = (
-        Encoder(Path(job.config.model.tokenizer or job.config.model.base)),
-        TEMPLATES[tokenized.template],
-    )
+    with open_tokenizer(tokenizer_path(job.config.model)) as folder:
+        encoder = Encoder(folder)
+    template = TEMPLATES[tokenized.template]
     prompts = choose_prompts(settings, rows, encoder, template, cache.cache_length)
     stop_ids = encoder.end_ids(template)
 
@@ -100,7 +101,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     score_after = score_rows(after, rows, advance, "after")
     answers_after = answer(after, prompts, settings, stop_ids, advance)
     del after
-    before = Generator.from_decoder(load_decoder(Path(job.config.model.base)), cache.cache_length, cache.prefill_chunk)
+    before = Generator.from_decoder(load_decoder(base_path(job.config.model)), cache.cache_length, cache.prefill_chunk)
     score_before = score_rows(before, rows, advance, "before")
     answers_before = answer(before, prompts, settings, stop_ids, advance)
 

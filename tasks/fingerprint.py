@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from schemas.config import LlmConfig
-from schemas.errors import InputError
 from tasks.data.sources import list_files
 from tasks.environment import host_fingerprint
 from tasks.files import digest_of, sha256_file, write_atomically
-from tasks.models.headers import weight_files
+from tasks.locations import MODEL_FILES, base_path, tokenizer_path
+from tasks.models.headers import is_gguf, weight_files
 from tasks.tokenizer_files import TOKENIZER_FILES
 
 SETTLED_SECONDS = 2.0
-TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-MODEL_FILES = ("config.json", "generation_config.json")
 
 
 class FileDigests:
@@ -63,11 +61,6 @@ class FileDigests:
             return
 
 
-def tokenizer_folder(config: LlmConfig) -> Path:
-    """The folder whose tokenizer the run uses."""
-    return Path(config.model.tokenizer or config.model.base)
-
-
 def source_digest(name: str, config: LlmConfig, digests: FileDigests) -> str:
     """Digest of one outside input: `data`, `tokenizer`, `base` or `host`.
 
@@ -82,11 +75,14 @@ def source_digest(name: str, config: LlmConfig, digests: FileDigests) -> str:
             }
         )
     if name == "tokenizer":
-        return _folder_digest(tokenizer_folder(config), TOKENIZER_FILES, digests)
+        path = tokenizer_path(config.model)
+        return digests.of_file(path) if is_gguf(path) else _folder_digest(path, TOKENIZER_FILES, digests)
     if name == "base":
-        folder = Path(config.model.base)
-        weights = [path.name for path in weight_files(folder)]
-        return _folder_digest(folder, (*MODEL_FILES, *weights), digests)
+        path = base_path(config.model)
+        if is_gguf(path):
+            return digests.of_file(path)
+        weights = [file.name for file in weight_files(path)]
+        return _folder_digest(path, (*MODEL_FILES, *weights), digests)
     if name == "host":
         return digest_of(host_fingerprint())
     raise ValueError(f"unknown source {name}")
@@ -103,13 +99,3 @@ def _data_digest(path: str, digests: FileDigests) -> str | list[list[str]]:
 def _folder_digest(folder: Path, names: Sequence[str], digests: FileDigests) -> str:
     present = [name for name in names if (folder / name).is_file()]
     return digest_of([[name, digests.of_file(folder / name)] for name in present])
-
-
-def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder without a tokenizer.
-
-    Raises:
-        InputError: no vocabulary file is there.
-    """
-    if not any((folder / name).is_file() for name in TOKENIZER_CORES):
-        raise InputError("tokenizer.missing", path=folder, wanted=", ".join(TOKENIZER_CORES))

@@ -1,7 +1,8 @@
 """Stage `merge`: base model + adapter = one Hugging Face folder, with a certificate.
 
-    config.json, generation_config.json, tokenizer files   those of the base model (or of model.tokenizer); they stop at
-                                                           the token that the adapter was trained to end with, too
+    config.json, generation_config.json, tokenizer files   those of the base model (or of model.tokenizer), or what a
+                                                           GGUF file amounts to; they stop at the token that the adapter
+                                                           was trained to end with, too
     model.safetensors                                      or shards and model.safetensors.index.json
     certificate.json                                       MergeCertificate: merged against attached, on probe prompts
 
@@ -22,11 +23,12 @@ from schemas.errors import InputError, StageError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import MergeCertificate
 from tasks.files import digest_of, sha256_file
+from tasks.locations import base_path, tokenizer_path
 from tasks.models.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
 from tasks.models.merging import base_tensors, check_adapter, merged_tensors
 from tasks.models.parity import relative_difference
 from tasks.models.saving import write_weights
-from tasks.models.spec import check_tensors, expected_shapes, read_spec
+from tasks.models.spec import check_tensors, expected_shapes, read_config, read_spec
 from tasks.stages import StageContext
 from tasks.tokenizer_files import copy_tokenizer
 
@@ -50,7 +52,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         StageError: the adapter is not finite, the merged weights are beyond the range of `merge.dtype`, or the merged
             model differs from the base model with the adapter attached by more than `merge.tolerance`.
     """
-    base, output, settings = Path(job.config.model.base), Path(job.output), job.config.merge
+    base, output, settings = base_path(job.config.model), Path(job.output), job.config.merge
     adapter_folder = Path(job.inputs["train"])
     adapter = read_adapter(adapter_folder)
     planned = job.sources["base"]
@@ -59,7 +61,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
 
     context.report_progress(0, 3, "adding the adapter")
     digest = write_merged(base, adapter, adapter_folder, output, settings)
-    copy_tokenizer(Path(job.config.model.tokenizer or base), output)
+    copy_tokenizer(tokenizer_path(job.config.model), output)
     context.report_progress(1, 3, "computing with the adapter attached")
     difference, same = compare(base, adapter, output, job.device)
     context.report_progress(3, 3, f"largest difference {difference:.1e}")
@@ -107,7 +109,7 @@ def write_merged(base: Path, adapter: Adapter, adapter_folder: Path, output: Pat
         dtype=settings.dtype,
         max_shard_bytes=settings.max_shard_gib * 2**30,
     )
-    config = json.loads((base / "config.json").read_text(encoding="utf-8-sig"))
+    config = read_config(base)
     names = [name for name in ("torch_dtype", "dtype") if name in config] or ["torch_dtype"]  # old name, new name
     _write_config(output / "config.json", config | dict.fromkeys(names, settings.dtype), adapter)
     if (base / "generation_config.json").is_file():
@@ -129,7 +131,7 @@ def compare(base: Path, adapter: Adapter, merged: Path, device: Device) -> tuple
     """Largest relative difference of the logits, and the share of equal greedy tokens, over all probe prompts.
 
     Args:
-        base: folder of the base model, which the adapter is attached to.
+        base: folder or GGUF file of the base model, which the adapter is attached to.
         adapter: the adapter.
         merged: folder of the merged model.
         device: CPU or Ascend.

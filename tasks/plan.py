@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from schemas.config import LlmConfig
@@ -19,10 +18,12 @@ from tasks.code import code_digests
 from tasks.data.sources import list_files, sniff
 from tasks.environment import guess_device
 from tasks.files import digest_of
-from tasks.fingerprint import FileDigests, check_tokenizer, source_digest, tokenizer_folder
+from tasks.fingerprint import FileDigests, source_digest
+from tasks.locations import base_path, not_downloaded, tokenizer_path
 from tasks.models.spec import check_tensors, match_targets, read_spec
 from tasks.stages import STAGES, Stage
 from tasks.store import Store
+from tasks.tokenizer_files import check_tokenizer
 
 Device = Literal["CPU", "Ascend"]
 
@@ -84,7 +85,12 @@ class Planner:
         decisions: list[Decision] = []
         made: dict[StageName, ArtifactRef] = {}
         device = self.guess_device()
+        absent = not_downloaded(self._config.model)
         for stage in STAGES.values():
+            if absent and {"base", "tokenizer"} & set(stage.sources):
+                reason = f"the base model is not downloaded yet ({', '.join(absent)})"
+                decisions.append(Decision(stage.name, None, reason, None, {}))
+                continue
             waiting = [name for name in stage.takes if name not in made]
             if waiting:
                 reason = f"{' and '.join(waiting)} will be made first"
@@ -154,6 +160,8 @@ class Planner:
 def check_inputs(config: LlmConfig, stages: Sequence[StageName] = tuple(STAGES)) -> None:
     """Refuse, before any work, what can be seen to be wrong with data, tokenizer and base model.
 
+    A base model that is not downloaded yet is not looked at.
+
     Args:
         config: the configuration.
         stages: the stages that will run; what none of them reads is not looked at.
@@ -165,12 +173,12 @@ def check_inputs(config: LlmConfig, stages: Sequence[StageName] = tuple(STAGES))
     if "data" in sources:
         for file in list_files([*config.data.train, *config.data.validation]):
             sniff(file.path)
-    if not sources & {"base", "tokenizer"}:
+    if not sources & {"base", "tokenizer"} or not_downloaded(config.model):
         return
-    base = Path(config.model.base)
+    base = base_path(config.model)
     spec = read_spec(base)
     check_tensors(base, spec)
-    check_tokenizer(tokenizer_folder(config))
+    check_tokenizer(tokenizer_path(config.model))
     match_targets(config.train.lora.target_modules, spec)
     for field, value in (
         ("export.cache_length", config.export.cache_length),

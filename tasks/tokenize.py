@@ -10,7 +10,6 @@ out, `validation/` is empty, the report says `validation_is_training`, and the t
 """
 
 import hashlib
-import json
 import logging
 import time
 from collections import Counter
@@ -36,7 +35,10 @@ from tasks.data.shards import ShardWriter
 from tasks.data.sources import list_files
 from tasks.data.templates import TEMPLATES
 from tasks.files import canonical_json
+from tasks.locations import base_path, tokenizer_path
+from tasks.models.spec import read_config
 from tasks.stages import StageContext
+from tasks.tokenizer_files import open_tokenizer
 
 log = logging.getLogger("mindtune.tokenize")
 
@@ -189,14 +191,16 @@ def open_encoder(config: LlmConfig) -> Encoder:
     Raises:
         InputError: it is unusable, or has ids beyond the rows of the model's embedding (tokenizer.too_large).
     """
-    folder = Path(config.model.tokenizer or config.model.base)
-    encoder = Encoder(folder)
+    path = tokenizer_path(config.model)
+    with open_tokenizer(path) as folder:
+        encoder = Encoder(folder)
     try:
-        rows = json.loads((Path(config.model.base) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+        rows = read_config(base_path(config.model))["vocab_size"]
+        too_large = encoder.size > rows
+    except (InputError, KeyError, TypeError):
         return encoder  # the base model's own checks name what is wrong with its config.json
-    if encoder.size > rows:
-        raise InputError("tokenizer.too_large", path=folder, largest=encoder.size - 1, rows=rows)
+    if too_large:
+        raise InputError("tokenizer.too_large", path=path, largest=encoder.size - 1, rows=rows)
     return encoder
 
 

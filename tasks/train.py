@@ -23,6 +23,7 @@ from schemas.manifest import StageJob, StageResult
 from schemas.reports import TokenizeReport, TrainReport
 from tasks.batches import Batch, MicroBatch, RowOrder, Rows, collate, in_order
 from tasks.files import write_atomically
+from tasks.locations import base_path
 from tasks.schedule import learning_rate, total_steps
 from tasks.stages import StageContext
 
@@ -104,7 +105,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
 
     train = job.config.train
     use_device(job.device)
-    decoder = load_decoder(Path(job.config.model.base))
+    decoder = load_decoder(base_path(job.config.model))
     base_parameters = sum(int(parameter.size) for parameter in decoder.get_parameters())
     layers = attach_lora(
         decoder,

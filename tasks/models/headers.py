@@ -1,8 +1,10 @@
-"""The safetensors files of a folder, read with NumPy: which there are, what their headers promise, and the tensors.
+"""The weights of a checkpoint, read with NumPy: which files there are, what their headers promise, and the tensors.
 
-A file is 8 bytes with the length of the header (little endian), the header as JSON (name -> dtype, shape, place of the
-bytes), and the bytes of all tensors without gaps. Reading it here rather than with the safetensors package gives
-bfloat16, which NumPy has no type for, and headers without touching gigabytes of weights.
+A checkpoint is a folder of safetensors files, or one GGUF file (see `gguf_file`, imported only for such a one).
+
+A safetensors file is 8 bytes with the length of the header (little endian), the header as JSON (name -> dtype, shape,
+place of the bytes), and the bytes of all tensors without gaps. Reading it here rather than with the safetensors package
+gives bfloat16, which NumPy has no type for, and headers without touching gigabytes of weights.
 
 Source: the format's description in huggingface/safetensors, README.md, section "Format" (0.5).
 """
@@ -24,7 +26,8 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-FLOATS = ("F32", "F16", "BF16")
+STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: its bits
+FLOATS = tuple(STORED_AS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class TensorHeader:
 
     Args:
         path: the file.
-        dtype: the format's name of the type, for example `BF16`.
+        dtype: the format's name of the type, for example `BF16`, or `Q4_1` in a GGUF file.
         shape: the tensor's shape.
         offset: of its first byte, from the beginning of the file.
     """
@@ -44,8 +47,13 @@ class TensorHeader:
     offset: int
 
 
+def is_gguf(base: Path) -> bool:
+    """Whether a checkpoint is a GGUF file rather than a folder."""
+    return base.suffix.lower() == ".gguf" and not base.is_dir()
+
+
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that hold a checkpoint's weights.
+    """The files of a checkpoint folder that hold its weights.
 
     As Transformers does, `model.safetensors` is taken first, then the files that `model.safetensors.index.json` lists
     (so that copies of the same weights under another naming are left alone), else every *.safetensors file.
@@ -66,15 +74,19 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint by name, from the headers of its files only.
+def read_headers(base: Path) -> dict[str, TensorHeader]:
+    """The tensors of a checkpoint, folder or GGUF file, by name, from the headers of its files only.
 
     Raises:
         InputError: as `weight_files`; or a file is not a whole safetensors file, two files hold the same name, or the
-            index promises a tensor that its file does not hold.
+            index promises a tensor that its file does not hold. Or as `gguf_file.gguf_headers`.
     """
+    if is_gguf(base):
+        from tasks.models.gguf_file import gguf_headers
+
+        return gguf_headers(base)
     headers: dict[str, TensorHeader] = {}
-    for path in weight_files(folder):
+    for path in weight_files(base):
         for name, header in file_headers(path).items():
             if name in headers:
                 raise _unreadable(path, f"the tensor {name} is also in {headers[name].path.name}")
@@ -115,13 +127,26 @@ def read_tensor(header: TensorHeader) -> NDArray[np.float32]:
     Raises:
         InputError: it is of another type.
     """
+    values = read_stored(header)
+    if values.dtype == np.uint16:  # bfloat16 is the upper half of float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def read_stored(header: TensorHeader) -> NDArray[Any]:
+    """One tensor: float32, float16, bfloat16 as its bits (uint16); a quantized one of a GGUF file as float32.
+
+    Raises:
+        InputError: it is of another type.
+    """
+    if is_gguf(header.path):
+        from tasks.models.gguf_file import read_gguf_tensor
+
+        return read_gguf_tensor(header)
     if header.dtype not in FLOATS:
         raise _unreadable(header.path, f"it holds tensors of type {header.dtype}; supported: {', '.join(FLOATS)}")
-    stored = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[header.dtype]
-    values = np.fromfile(header.path, dtype=stored, count=prod(header.shape), offset=header.offset)
-    if header.dtype == "BF16":  # bfloat16 is the upper half of float32
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False).reshape(header.shape)
+    values: NDArray[Any] = np.fromfile(header.path, STORED_AS[header.dtype], prod(header.shape), offset=header.offset)
+    return values.reshape(header.shape)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.files import digest_of
-from tasks.models.headers import TensorHeader, read_headers
+from tasks.models.headers import TensorHeader, read_headers, read_stored
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,10 +32,9 @@ STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # safetens
 
 
 def stored_tensor(header: TensorHeader) -> NDArray[Any]:
-    """One tensor as its file has it: float32, float16 or bfloat16, bit for bit."""
-    (name,) = (name for name, stored in STORED_AS.items() if stored == header.dtype)
-    values: NDArray[Any] = np.fromfile(header.path, DTYPES[name], math.prod(header.shape), offset=header.offset)
-    return values.reshape(header.shape)
+    """One tensor as its file has it: float32, float16 or bfloat16, bit for bit; a quantized one as float32."""
+    values = read_stored(header)
+    return values.view(ml_dtypes.bfloat16) if values.dtype == np.uint16 else values
 
 
 class WeightsDigest:

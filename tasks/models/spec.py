@@ -1,6 +1,6 @@
-"""What a decoder looks like, from the config.json of its folder, and what tensors it must have.
+"""What a decoder looks like, from the config.json of its folder or a GGUF file, and what tensors it must have.
 
-Planning uses this module: it reads JSON and the headers of safetensors files, and imports no MindSpore.
+Planning uses this module: it reads JSON and the headers of weights, and imports no MindSpore.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import InputError
-from tasks.models.headers import FLOATS, read_headers
+from tasks.models.headers import FLOATS, is_gguf, read_headers
 
 log = logging.getLogger("mindtune.models")
 
@@ -67,15 +67,17 @@ class DecoderSpec:
     tied_head: bool
 
 
-def read_spec(folder: Path) -> DecoderSpec:
-    """Read a checkpoint folder's config.json.
-
-    Absent values are those that Transformers' LlamaConfig (4.57) takes for them, except the sizes, which must be there.
+def read_config(base: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint; of a GGUF file the one that its metadata amount to.
 
     Raises:
-        InputError: the folder or a readable config.json is missing, a size is absent or impossible, the architecture
-            is another, or an option is set that the decoder here does not compute.
+        InputError: the folder or a readable config.json is missing; or as `gguf_file.gguf_config`.
     """
+    if is_gguf(base):
+        from tasks.models.gguf_file import gguf_config
+
+        return gguf_config(base)
+    folder = base
     if not folder.is_dir():
         raise InputError("model.folder_missing", path=folder)
     try:
@@ -86,18 +88,31 @@ def read_spec(folder: Path) -> DecoderSpec:
         raise InputError("model.no_config", path=folder, problem=error) from error
     if not isinstance(config, dict):
         raise InputError("model.no_config", path=folder, problem="it holds no JSON object")
-    _check_architecture(folder, config)
-    _check_options(folder, config)
-    return _spec_of(folder, config)
+    return config
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def read_spec(base: Path) -> DecoderSpec:
+    """Read the sizes of a checkpoint, folder or GGUF file.
+
+    Absent values are those that Transformers' LlamaConfig (4.57) takes for them, except the sizes, which must be there.
+
+    Raises:
+        InputError: as `read_config`; or a size is absent or impossible, the architecture is another, or an option is
+            set that the decoder here does not compute.
+    """
+    config = read_config(base)
+    _check_architecture(base, config)
+    _check_options(base, config)
+    return _spec_of(base, config)
+
+
+def tensor_shapes(base: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a checkpoint, from the headers of its files.
 
     Raises:
         InputError: there are no weights, or a file is damaged.
     """
-    return {name: header.shape for name, header in read_headers(folder).items()}
+    return {name: header.shape for name, header in read_headers(base).items()}
 
 
 def expected_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -135,6 +150,7 @@ def check_tensors(folder: Path, spec: DecoderSpec) -> None:
             message. Or there are no weights, or a file is damaged.
     """
     headers = read_headers(folder)
+    readable = _readable_types(folder)
     found = {name: header.shape for name, header in headers.items()}
     expected = expected_shapes(spec)
     surplus = known_surplus(found, spec)
@@ -146,9 +162,9 @@ def check_tensors(folder: Path, spec: DecoderSpec) -> None:
         if name in found and found[name] != shape
     ]
     shapes += [
-        f"{name} of type {headers[name].dtype}, expected {' or '.join(FLOATS)}"
+        f"{name} of type {headers[name].dtype}, expected {' or '.join(readable)}"
         for name in expected
-        if name in headers and headers[name].dtype not in FLOATS
+        if name in headers and headers[name].dtype not in readable
     ]
     if missing or left_over or shapes:
         raise InputError(
@@ -156,6 +172,14 @@ def check_tensors(folder: Path, spec: DecoderSpec) -> None:
         )
     if surplus:
         log.info("%s: not used, as known: %s", folder, _some(surplus))
+
+
+def _readable_types(base: Path) -> tuple[str, ...]:
+    if is_gguf(base):
+        from tasks.models.gguf_file import READABLE
+
+        return READABLE
+    return FLOATS
 
 
 def known_surplus(shapes: Mapping[str, tuple[int, ...]], spec: DecoderSpec) -> list[str]:
