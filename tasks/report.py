@@ -1,7 +1,8 @@
 """The HTML report of a run: one file that needs nothing else, for reading and for sending on.
 
 It shows what `evaluate` measured and what the earlier stages left in their artifacts; those that are not inputs of
-`evaluate` are found along the manifests. Nothing here can change a result: the file is no part of the payload.
+`evaluate` are found along the manifests, and why each stage ran in the record of the run that the job names. Nothing
+here can change a result: the file is no part of the payload.
 """
 
 import logging
@@ -12,10 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel
 
-from schemas.manifest import STAGES, ArtifactRef, Manifest, StageJob, StageName
+from schemas.config import Section
+from schemas.manifest import STAGES, ArtifactRef, Manifest, RunRecord, StageJob, StageName
 from schemas.reports import (
     EvalReport,
     ExportReport,
@@ -27,11 +28,13 @@ from schemas.reports import (
 )
 from tasks.environment import find_packages
 from tasks.files import write_atomically
-from tasks.plots import length_histogram, loss_curve
+from tasks.plots import length_histogram, training_curve
 
 log = logging.getLogger("mindtune.report")
 
 TEMPLATE = "report.html.j2"
+NOTICEABLE = 0.01  # of the loss before; a smaller difference is called none
+FEW_ROWS = 50  # below it the loss on other rows can well be another one
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -49,6 +52,29 @@ class Origin:
     ref: ArtifactRef
     folder: Path | None
     manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of the six stages as the report tells it.
+
+    Args:
+        stage: the stage.
+        key: of its artifact; None when it is not known.
+        digest: likewise; None for `evaluate`, which is not published while it writes the report.
+        parents: the stages whose artifacts it was made from.
+        manifest: of the artifact; None when it is not there any more.
+        action: what the run did: ran or reused; None when its record is not at hand, and for `evaluate`.
+        reason: why; None likewise.
+    """
+
+    stage: StageName
+    key: str | None
+    digest: str | None
+    parents: tuple[str, ...]
+    manifest: Manifest | None
+    action: str | None
+    reason: str | None
 
 
 def trace(inputs: Mapping[str, str]) -> dict[StageName, Origin]:
@@ -105,9 +131,11 @@ def write_report(path: Path, job: StageJob, evaluation: EvalReport, speed: Speed
         timings=left("train", "timings.json", TrainTimings),
         certificate=left("merge", "certificate.json", MergeCertificate),
         exported=left("export", "report.json", ExportReport),
-        curve=None if trained is None else loss_curve(trained),
+        curve=None if trained is None else training_curve(trained, evaluation.validation_is_training),
         histogram=None if tokenized is None else length_histogram(tokenized),
-        origins=origins,
+        verdict=verdict(evaluation, trained),
+        steps=steps_of(job, origins),
+        sources=_sources(job, origins),
     )
     write_atomically(path, html)
 
@@ -131,14 +159,117 @@ def render(*, job: StageJob, **parts: Any) -> str:
     environment.filters |= {"size": format_size, "duration": format_duration, "number": format_number}
     page: str = environment.get_template(TEMPLATE).render(
         job=job,
-        base=Path(job.config.model.base).name,
-        config=yaml.safe_dump(job.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        base=base_name(job.config.model.base),
+        data=[Path(str(getattr(source, "path", source))).name for source in job.config.data.train],
+        settings=_settings(job),
         made=datetime.now(UTC),
         python=platform.python_version(),
         packages=find_packages(),
         **parts,
     )
     return page
+
+
+def base_name(location: str) -> str:
+    """The base model's name: the last part of its location, without a hub id's revision or a file's suffix."""
+    name = location.rstrip("/").rpartition("/")[2]
+    if location.startswith(("hf:", "ms:")):
+        name = name.partition("@")[0]
+    return name.removesuffix(".gguf") or location
+
+
+def verdict(evaluation: EvalReport, trained: TrainReport | None) -> tuple[str, ...]:
+    """What the figures say, in a sentence, and what is to be known before relying on it.
+
+    Args:
+        evaluation: what was measured.
+        trained: the course of the training; None when it is not at hand.
+    """
+    before, after = evaluation.loss_before, evaluation.loss_after
+    rows = f"{format_number(evaluation.rows)} {'training' if evaluation.validation_is_training else 'held-out'} rows"
+    course = f"from {format_number(before)} to {format_number(after)} nats per token"
+    change = abs(before - after) / before if before else 0.0
+    percent = f"{100 * change:.0f}\N{NO-BREAK SPACE}%"
+    if change < NOTICEABLE:
+        sentences = [f"On {rows} the loss hardly changed: {course}."]
+    elif after < before:
+        sentences = [f"On {rows} the loss fell {course}, by {percent}."]
+    else:
+        sentences = [f"Fine-tuning made the model worse: on {rows} the loss rose {course}, by {percent}."]
+    if evaluation.validation_is_training:
+        sentences.append(
+            "Nothing was held out: these are the rows that the model was trained on, so the figures say how well it "
+            "learned them, not how it does on new ones."
+        )
+        return tuple(sentences)
+    if evaluation.rows < FEW_ROWS:
+        sentences.append("So few rows give a rough figure only.")
+    if trained is not None and trained.best_step < trained.steps:
+        kept = "that adapter was kept" if trained.kept_step == trained.best_step else "the last adapter was kept"
+        sentences.append(
+            f"Held-out loss was lowest at step {format_number(trained.best_step)} of {format_number(trained.steps)}; "
+            f"{kept}."
+        )
+    return tuple(sentences)
+
+
+def steps_of(job: StageJob, origins: Mapping[StageName, Origin]) -> list[Step]:
+    """The six stages of the run, each with its artifact and, from the run's record, why it ran."""
+    root = Path(next(iter(job.inputs.values()))).parents[1]
+    record = _read(root / "runs" / f"{job.run}.json", RunRecord)
+    steps = []
+    for stage in STAGES:
+        origin = origins.get(stage)
+        key, digest = (None, None) if origin is None else (origin.ref.key, origin.ref.digest)
+        manifest = None if origin is None else origin.manifest
+        outcome = None if record is None else record.outcome(stage)
+        if stage == "evaluate":
+            step = Step(stage, job.key, None, tuple(job.inputs), None, None, "it wrote this report")
+        else:
+            if origin is None and outcome is not None and outcome.path is not None:  # no input of any other stage
+                key, digest = outcome.key, outcome.digest
+                manifest = _read(Path(outcome.path) / "manifest.json", Manifest)
+            told = outcome is not None and outcome.key == key and key is not None
+            step = Step(
+                stage,
+                key,
+                digest,
+                () if manifest is None else tuple(manifest.inputs),
+                manifest,
+                outcome.action if outcome is not None and told else None,
+                outcome.reason if outcome is not None and told else None,
+            )
+        steps.append(step)
+    return steps
+
+
+def _sources(job: StageJob, origins: Mapping[StageName, Origin]) -> dict[str, str]:
+    """Digests of the outside inputs (data, tokenizer, base) of all stages, by name."""
+    found = dict(job.sources)
+    for origin in origins.values():
+        if origin.manifest is not None:
+            found |= origin.manifest.key_document.get("sources", {})
+    return dict(sorted(found.items()))
+
+
+def _settings(job: StageJob) -> dict[str, list[tuple[str, Any, bool]]]:
+    """Every setting by section: its name, its value, and whether it is the default."""
+    config = job.config
+
+    def rows(section: Section, prefix: str = "") -> list[tuple[str, Any, bool]]:
+        found = []
+        for name, field in type(section).model_fields.items():
+            value = getattr(section, name)
+            if isinstance(value, Section):
+                found += rows(value, f"{prefix}{name}.")
+            else:
+                default = None if field.is_required() else field.get_default(call_default_factory=True)
+                plain = section.model_dump(mode="json", include={name})[name]
+                found.append((prefix + name, plain, not field.is_required() and value == default))
+        return found
+
+    parts = {name: getattr(config, name) for name in type(config).model_fields}
+    return {name: rows(part) for name, part in parts.items() if isinstance(part, Section)}
 
 
 def _kept_loss(report: TrainReport) -> float:

