@@ -111,7 +111,9 @@ class ModelScope:
     mirror = "MODELSCOPE_ENDPOINT"
 
     def cached(self, name: str, revision: str) -> Path | None:
-        """See `Hub`."""
+        """See `Hub`; None as well where the client is not installed, so that planning needs none."""
+        if importlib.util.find_spec("modelscope_hub") is None:
+            return None
         from modelscope_hub.errors import CacheNotFound
 
         try:

@@ -56,11 +56,7 @@ def tokenizer_path(model: ModelConfig) -> Path:
 
 
 def not_downloaded(model: ModelConfig) -> list[str]:
-    """The locations that are on a hub and still have to be downloaded; found without network.
-
-    Raises:
-        InputError: the client of a hub is not installed.
-    """
+    """The locations that are on a hub and still have to be downloaded; found without network."""
     return [location.text for location in _locations(model) if location.find() is None]
 
 
@@ -68,8 +64,8 @@ def download_missing(model: ModelConfig) -> bool:
     """Download what is on a hub and not in its cache; gives whether anything was.
 
     Raises:
-        InputError: there is no network; or the repository or its revision is not known, asks for a licence to be
-            accepted, or lacks files.
+        InputError: there is no network, or the hub's client is not installed; or the repository or its revision is not
+            known, asks for terms to be accepted, or lacks files.
     """
     missing = [location for location in _locations(model) if location.find() is None]
     for location in missing:
