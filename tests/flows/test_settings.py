@@ -37,6 +37,15 @@ def test_paths_in_set_are_relative_to_the_working_folder(tmp_path, monkeypatch):
     assert config.model.base == str(tmp_path.parent / "base")
 
 
+def test_a_base_model_in_a_package_or_on_a_hub_is_no_path(tmp_path):
+    for location in ("pkg:some_package/model.gguf", "hf:owner/name@main", "ms:owner/name"):
+        values = {"model": {"base": location, "tokenizer": location}, "data": {"train": "a.json"}}
+        (tmp_path / "my.yaml").write_text(yaml.safe_dump(values))
+        config = load_config(str(tmp_path / "my.yaml"))
+        assert config.model.base == config.model.tokenizer == location
+        assert load_config("stories260k", [f"model.base={location}"]).model.base == location
+
+
 def test_environment_variables_are_filled_in(tmp_path, monkeypatch):
     monkeypatch.setenv("MINDTUNE_DATA", str(tmp_path))
     config = load_config("stories260k", ["data.train=['${MINDTUNE_DATA}/x.json']"])

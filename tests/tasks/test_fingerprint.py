@@ -109,3 +109,14 @@ def test_weights_and_tokenizer_count_apart(tmp_path, digests, stories):
     text = (base / "tokenizer.json").read_text()
     (base / "tokenizer.json").write_text(text + "\n")
     assert source_digest("tokenizer", config, digests) != before["tokenizer"]
+
+
+def test_a_gguf_file_counts_whole_as_base_and_as_tokenizer(tmp_path, digests):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF one")
+    first = {name: source_digest(name, _config(path, tmp_path), digests) for name in ("base", "tokenizer")}
+    assert first == dict.fromkeys(first, fingerprint.sha256_file(path))
+    shutil.copy(path, tmp_path / "copy.gguf")
+    assert {name: source_digest(name, _config(tmp_path / "copy.gguf", tmp_path), digests) for name in first} == first
+    path.write_bytes(b"GGUF two")
+    assert source_digest("base", _config(path, tmp_path), digests) != first["base"]

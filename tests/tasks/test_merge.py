@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_files import sentence_piece_metadata, write_llama
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
 from schemas.config import LlmConfig, MergeConfig
 from schemas.errors import InputError, StageError
@@ -106,6 +108,19 @@ def test_weights_are_those_of_the_base_plus_the_scaled_update(merged, stories):
         else:
             np.testing.assert_allclose(found[name], tensor + 2.0 * pair[1] @ pair[0], atol=1e-6)
             assert np.abs(found[name] - tensor).max() > 0.05
+
+
+def test_a_gguf_file_of_the_same_weights_gives_the_same_model_with_a_tokenizer_of_its_own(merged, stories, tmp_path):
+    config = json.loads((stories / "config.json").read_text())
+    tokenizer = sentence_piece_metadata(stories / "tokenizer.model")
+    base = write_llama(tmp_path / "x.gguf", config, load_file(stories / "model.safetensors"), metadata=tokenizer)
+    _, output = run(make_job(base, make_adapter(stories), tmp_path))
+    assert (output / "model.safetensors").read_bytes() == (merged[2] / "model.safetensors").read_bytes()
+    assert read_spec(output) == read_spec(merged[2])
+    written = json.loads((output / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"], written["torch_dtype"]) == (1, 2, "float32")
+    assert json.loads((output / "tokenizer.json").read_text()) == json.loads((stories / "tokenizer.json").read_text())
+    assert AutoTokenizer.from_pretrained(output).encode("Once upon a time") == [1, 403, 407, 261, 378]
 
 
 def test_the_certificate_says_that_merged_and_attached_agree(merged, stories):
