@@ -163,6 +163,7 @@ def generate(
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            system=record.config.tokenize.system,
         )
         return {"run": record.run, **document}, document["text"]
 

@@ -10,9 +10,25 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
-TemplateName = Literal["alpaca", "alpaca-zh", "chatml", "plain"]
+TemplateName = Literal["alpaca", "alpaca-zh", "chatml", "qwen", "plain", "llama2", "llama3", "tokenizer"]
 DeviceChoice = Literal["auto", "cpu", "ascend"]
 Packing = Literal["none", "pack", "buckets"]
+Precision = Literal["float32", "float16", "bfloat16"]
+RecordFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
+RecordField = Literal[
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "conversations",
+    "messages",
+    "prompt",
+    "completion",
+    "query",
+    "response",
+    "text",
+]
 
 DEFAULT_VALIDATION_SHARE = 0.1
 
@@ -86,18 +102,44 @@ class ModelConfig(Section):
     )
 
 
+class DataSource(Section):
+    """Data files with settings of their own."""
+
+    path: Text = Field(description="a file, a folder, a glob or a URI, as in data.train")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="how often each record is seen in an epoch: its whole part for every record, once more for the "
+        "share of the records that its fraction names, chosen by a hash of their content; training files only",
+    )
+    format: RecordFormat | None = Field(default=None, description="instead of data.format")
+    columns: dict[RecordField, Text] | None = Field(default=None, description="instead of data.columns")
+
+
 class DataConfig(Section):
     """Where the records come from, and what happens to bad ones."""
 
-    train: tuple[Text, ...] = Field(
+    train: tuple[Text | DataSource, ...] = Field(
         min_length=1,
-        description="data files to train on, or folders of them (.json, .jsonl), in this order",
-        json_schema_extra=NEUTRAL,  # their content counts, by digest
+        description="what to train on, in this order: files (JSON array, JSON Lines, CSV, TSV, Parquet, Arrow, plain "
+        "text; also .gz and .zst), folders of them, globs, or URIs of them (s3://, hdfs://, file://); a mapping gives "
+        "one of them a weight, format or columns of its own",
+        json_schema_extra=NEUTRAL,  # their content counts, by digest, together with weight, format and columns
     )
-    validation: tuple[Text, ...] = Field(
+    validation: tuple[Text | DataSource, ...] = Field(
         default=(),
         description="data files that are held out; without any, a share of the training records is",
         json_schema_extra=NEUTRAL,
+    )
+    format: RecordFormat = Field(
+        default="auto",
+        description="what a record looks like: `alpaca` (instruction, input, output), `sharegpt` (conversations), "
+        "`messages`, `prompt` (prompt and completion or response, query and response), `text`; `auto` judges each file "
+        "by the keys of its first records",
+    )
+    columns: dict[RecordField, Text] = Field(
+        default={}, description="names that the files use instead of a format's own, e.g. instruction: question"
     )
     validation_share: float | None = Field(
         default=None,
@@ -106,6 +148,11 @@ class DataConfig(Section):
         description="share of the training records to hold out, chosen by a hash of their content; 0 holds out none, "
         "and the training records themselves are then evaluated; null: 0.1 without data.validation, which it excludes",
     )
+    replace: dict[Text, Text] = Field(
+        default={},
+        description="texts to put in the place of others in every text of every record, e.g. a name for {{name}}; "
+        "literal, all at once, before records are held out",
+    )
     on_bad: Literal["skip", "stop"] = Field(
         default="skip",
         description="a record that can't be used: `skip` leaves it out, counted and listed; `stop` ends the stage",
@@ -113,6 +160,15 @@ class DataConfig(Section):
     max_rejected_share: float = Field(
         default=0.5, ge=0, le=1, description="share of rejected records above which the stage ends with `skip`, too"
     )
+
+    @model_validator(mode="after")
+    def _weights_are_for_training(self) -> Self:
+        for source in self.validation:
+            if isinstance(source, DataSource) and source.weight != 1:
+                raise ValueError(
+                    f"validation: {source.path} has the weight {source.weight}; held-out records are seen once"
+                )
+        return self
 
     def key_fields(self) -> dict[str, Any]:
         """The fields that can change a stage's result; a share that is left out counts as what it stands for."""
@@ -129,9 +185,25 @@ class DataConfig(Section):
 class TokenizeConfig(Section):
     """Stage `tokenize`: from records to token shards."""
 
-    template: TemplateName = Field(default="alpaca", description="how a record becomes prompt and answer")
+    template: TemplateName = Field(
+        default="alpaca",
+        description="how a conversation becomes prompts and answers; `tokenizer` is the tokenizer's own chat template",
+    )
+    system: Text | None = Field(
+        default=None,
+        description="system turn that is put before conversations without one; the template must have a place for it",
+    )
+    train_on: Literal["all", "last"] = Field(
+        default="all", description="which answers of a conversation are trained on: each, or the last only"
+    )
     max_length: int = Field(
         default=512, ge=8, le=131072, description="longest row, prompt and answer and end token together, tokens"
+    )
+    too_long: Literal["drop", "cut_prompt", "split"] = Field(
+        default="drop",
+        description="a record that is longer: `drop` leaves it out; `cut_prompt` shortens its questions at their "
+        "beginnings, the first question first, answers stay whole; `split` makes several rows: of a plain text pieces, "
+        "of a conversation whole exchanges, each row with the system turn. What does not fit even so is left out",
     )
     packing: Packing = Field(
         default="none",
@@ -194,6 +266,23 @@ class TrainConfig(Section):
     max_gradient_norm: float | None = Field(
         default=1.0, gt=0, description="gradients are scaled down to this global norm; null: never"
     )
+    precision: Precision = Field(
+        default="float32",
+        description="type that the frozen matrices are held and computed in (level O2: norms, softmax, loss, adapter "
+        "and optimizer stay float32); bfloat16 on Ascend only; float16 works on a CPU, several times slower",
+    )
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] | None = Field(
+        default=None,
+        description="what a micro-batch's loss is multiplied by before the backward pass, and divided out of the "
+        "gradients before clipping; `dynamic` halves it and leaves the step out when a gradient is not finite, and doubles it "
+        "after 1000 good steps; null: `dynamic` with float16, else none",
+    )
+    recompute: bool = Field(
+        default=False,
+        description="keep only each layer's input for the backward pass and compute the layer again there: less memory "
+        "for a third more work on Ascend; on a CPU MindSpore 2.7.0 does the work and saves nothing",
+        json_schema_extra=NEUTRAL,
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of adapter weights, row order and dropout")
     evaluate_every_steps: int | None = Field(
         default=None, ge=1, description="optimizer steps between validations; null: once an epoch"
@@ -210,6 +299,11 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(
         default=3, ge=1, description="newest checkpoints that are kept while training", json_schema_extra=NEUTRAL
     )
+
+    @property
+    def scaling(self) -> float | Literal["dynamic"] | None:
+        """The loss scale that holds: the one set, or that of the precision."""
+        return self.loss_scale or ("dynamic" if self.precision == "float16" else None)
 
     @model_validator(mode="after")
     def _warmup_within_steps(self) -> Self:

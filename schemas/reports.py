@@ -66,10 +66,14 @@ class TokenizeReport(Frozen):
     """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the records of both splits."""
 
     template: TemplateName
+    system: str | None = Field(default=None, description="the system turn that conversations without one were given")
     read: int
     kept: int
     rejected: int
     reasons: dict[str, int] = Field(description="rejected records by reason")
+    cut: int = Field(default=0, description="kept records whose questions were shortened (tokenize.too_long)")
+    split: int = Field(default=0, description="kept records in several rows, or with their last exchanges only")
+    replaced: dict[str, int] = Field(default={}, description="how often each text of data.replace was replaced")
     numbers_as_text: int = Field(default=0, description="kept records with a number as a field, read as its text")
     train: SplitStatistics
     validation: SplitStatistics
@@ -108,6 +112,7 @@ class TrainReport(Frozen):
     adapted_layers: int
     padded_lengths: tuple[int, ...] = Field(description="tokens that rows were padded to: the graph shapes")
     real_token_share: float = Field(description="tokens that are no padding, of all that went through the model")
+    skipped_steps: tuple[int, ...] = Field(description="steps left out because a gradient was not finite")
     segments_per_row: float = Field(description="records in a training row, on average; 1 without packing")
     curve: tuple[CurvePoint, ...]
     validation: tuple[ValidationPoint, ...] = Field(description="the first point, step 0, is the base model")

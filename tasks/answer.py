@@ -17,6 +17,7 @@ def answer(
     temperature: float,
     top_p: float,
     seed: int,
+    system: str | None = None,
 ) -> dict[str, Any]:
     """Answer an instruction with the MindIR of an `export` artifact.
 
@@ -29,6 +30,7 @@ def answer(
         temperature: 0 is greedy.
         top_p: share of the probability that is kept.
         seed: seed of the draws.
+        system: system turn before the instruction; the one that the model was trained with.
 
     Returns:
         text, tokens (count), stopped (by itself), first_token_seconds, tokens_per_second.
@@ -37,8 +39,9 @@ def answer(
         ConfigError: a setting is out of range (generate.setting).
         InputError: prompt and answer don't fit the cache (generate.too_long).
     """
+    from tasks.data.chat_template import open_template
     from tasks.data.encoding import Encoder
-    from tasks.data.templates import TEMPLATES, Asked
+    from tasks.data.records import Turn
     from tasks.models.device import use_device
     from tasks.models.generation import Generator
 
@@ -47,9 +50,10 @@ def answer(
     except UnicodeEncodeError as error:  # the terminal sent bytes that are no text
         raise ConfigError("generate.setting", name="The prompt", wanted="UTF-8 text", value=ascii(prompt)) from error
     use_device(device)
-    encoder, style = Encoder(mindir), TEMPLATES[template]
+    encoder = Encoder(mindir)
+    style = open_template(template, encoder, system)
     made = Generator.from_mindir(mindir).generate(
-        encoder.prompt_ids(Asked(prompt), style),
+        encoder.prompt_ids([Turn("user", prompt)], style, system),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -20,9 +20,11 @@ from schemas.errors import ConfigError, InputError, StageError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import Answer, EvalReport, Speed, TokenizeReport
 from schemas.tables import IGNORE_LABEL
+from tasks.data.chat_template import open_template
 from tasks.data.encoding import Encoder
+from tasks.data.records import Turn
 from tasks.data.shards import TokenRows
-from tasks.data.templates import TEMPLATES, Asked, Template
+from tasks.data.templates import Template
 from tasks.files import write_atomically
 from tasks.locations import base_path, tokenizer_path
 from tasks.memory import peak_memory_bytes
@@ -82,8 +84,8 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     rows = [split.row(index)[:2] for index in chosen]
     with open_tokenizer(tokenizer_path(job.config.model)) as folder:
         encoder = Encoder(folder)
-    template = TEMPLATES[tokenized.template]
-    prompts = choose_prompts(settings, rows, encoder, template, cache.cache_length)
+    template = open_template(tokenized.template, encoder)
+    prompts = choose_prompts(settings, rows, encoder, template, cache.cache_length, tokenized.system)
     stop_ids = encoder.end_ids(template)
 
     from tasks.models.device import use_device
@@ -165,17 +167,33 @@ def choose_rows(lengths: NDArray[np.int64], most: int, cache_length: int) -> tup
 
 
 def choose_prompts(
-    settings: EvaluateConfig, rows: Sequence[Row], encoder: Encoder, template: Template, cache_length: int
+    settings: EvaluateConfig,
+    rows: Sequence[Row],
+    encoder: Encoder,
+    template: Template,
+    cache_length: int,
+    system: str | None = None,
 ) -> list[Prompt]:
     """The prompts of the configuration, else the first different ones of the rows.
 
-    A prompt of a row that leaves no room for an answer is passed over; one of the configuration is an error.
+    A row's prompt is what stands before its first trained answer, and that answer is the reference; of a plain text it
+    is the first half. A prompt of a row that leaves no room for an answer is passed over; one of the configuration is
+    an error.
+
+    Args:
+        settings: prompts, samples, length of answers.
+        rows: held-out rows.
+        encoder: the tokenizer.
+        template: how questions are written.
+        cache_length: tokens that the cache holds.
+        system: the system turn of the prompts of the configuration.
 
     Raises:
         ConfigError: a prompt of the configuration does not fit the cache together with its answer.
     """
     room = cache_length - settings.max_new_tokens
-    prompts = [Prompt(text, encoder.prompt_ids(Asked(text), template), None) for text in settings.prompts]
+    asked_for = [(text, encoder.prompt_ids([Turn("user", text)], template, system)) for text in settings.prompts]
+    prompts = [Prompt(text, ids, None) for text, ids in asked_for]
     for number, prompt in enumerate(prompts, 1):
         if len(prompt.ids) > room:
             raise ConfigError(
@@ -190,15 +208,24 @@ def choose_prompts(
     for ids, labels in rows:
         if len(prompts) == settings.samples:
             break
-        asked = ids[: int(np.argmax(labels != IGNORE_LABEL))].tolist()
-        if len(asked) <= room and all(asked != prompt.ids for prompt in prompts):
-            answered = labels[labels != IGNORE_LABEL].tolist()
+        start, end = _first_answer(labels)
+        if start <= len(encoder.prefix):
+            start = (start + end) // 2
+        asked, answered = ids[:start].tolist(), ids[start:end].tolist()
+        if 0 < len(asked) <= room and all(asked != prompt.ids for prompt in prompts):
             prompts.append(Prompt(encoder.decode(asked).strip(), asked, encoder.decode(answered).strip()))
     if len(prompts) < settings.samples:
         log.warning(
             "only %d of %d different prompts fit the KV cache with their answers", len(prompts), settings.samples
         )
     return prompts
+
+
+def _first_answer(labels: NDArray[np.int32]) -> tuple[int, int]:
+    """Where the first trained stretch of a row begins, and where it has ended."""
+    trained = labels != IGNORE_LABEL
+    start = int(np.argmax(trained))
+    return start, start + int(np.argmin(np.append(trained[start:], False)))
 
 
 def score_rows(generator: Generator, rows: Sequence[Row], advance: Callable[[str], None], name: str) -> Score:

@@ -4,12 +4,14 @@ Leaves `train/` and `validation/` (token shards, rows in the order of the files)
 `rejected.jsonl` (one Rejected a line).
 
 The counts add up: every record, and every line of JSON Lines that is neither blank nor a record, is read; it is either
-kept, as one row of one split, or rejected with one reason. Records are held out by a hash of their content, so that the
-choice depends neither on their order nor on the other records, and equal records stay together. Where nothing is held
-out, `validation/` is empty, the report says `validation_is_training`, and the training rows are evaluated.
+kept, in one split, or rejected with one reason; what a kept record becomes, `masks` says. Records are held out by a
+hash of their content, so that the choice depends neither on their order nor on the other records, and equal records
+stay together. Where nothing is held out, `validation/` is empty, the report says `validation_is_training`, and the
+training rows are evaluated.
 """
 
 import hashlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -27,13 +29,16 @@ from schemas.errors import InputError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import Rejected, SplitStatistics, TokenizeReport
 from schemas.tables import IGNORE_LABEL
+from tasks.data.chat_template import open_template
 from tasks.data.encoding import Encoder
-from tasks.data.masks import TokenRow, make_row, place_of
+from tasks.data.masks import RecordRows, TokenRow, make_rows, place_of
 from tasks.data.packing import padded_lengths, padded_tokens
-from tasks.data.readers import Record, RecordReader
+from tasks.data.readers import RecordReader
+from tasks.data.records import Record
+from tasks.data.replacing import Replacer
 from tasks.data.shards import ShardWriter
-from tasks.data.sources import list_files
-from tasks.data.templates import TEMPLATES
+from tasks.data.sources import training_files, validation_files
+from tasks.data.templates import Template
 from tasks.files import canonical_json
 from tasks.locations import base_path, tokenizer_path
 from tasks.models.spec import read_config
@@ -47,6 +52,7 @@ REJECTED_FILE = "rejected.jsonl"
 LOGGED_REJECTS = 3  # the file has all of them
 SHOWN_PLACES = 3  # of each reason, in an error
 PROGRESS_SECONDS = 0.5
+BATCH_RECORDS = 256  # records that are encoded together
 
 
 class _Split(ShardWriter):
@@ -54,6 +60,7 @@ class _Split(ShardWriter):
 
     def __init__(self, folder: Path, rows_per_shard: int, packed_length: int | None = None) -> None:
         super().__init__(folder, rows_per_shard, packed_length)
+        self.records = 0
         self.lengths: list[int] = []
         self.trained_tokens = 0
 
@@ -68,7 +75,7 @@ class _Split(ShardWriter):
         while edges[-1] <= longest:  # the last edge lies above the longest row
             edges.append(2 * edges[-1])
         return SplitStatistics(
-            records=len(self.lengths),
+            records=self.records,
             rows=self.row_lengths.total(),
             tokens=sum(self.lengths),
             trained_tokens=self.trained_tokens,
@@ -114,52 +121,63 @@ class _Rejects:
 
 @dataclass(frozen=True)
 class _Made:
-    """A record that has become a row."""
+    """A record that has become rows."""
 
     source: int
     record: Record
-    row: TokenRow
+    made: RecordRows
 
 
 def run(job: StageJob, context: StageContext) -> StageResult:
     """Tokenize the records of a run.
 
     Raises:
-        InputError: the tokenizer is unusable or does not fit the base model, a data file is missing or no valid JSON,
-            a record is bad and data.on_bad is `stop`, too many are, or none is left to train on or to validate on.
+        ConfigError: the template has no place for tokenize.system.
+        InputError: the tokenizer or its chat template is unusable, or does not fit the base model; a data file is
+            missing or no valid JSON; a record is bad and data.on_bad is `stop`; too many are, or none is left to train
+            on or to validate on.
         StageError: a row would be trained wrongly (data.mask_broken).
     """
     config, output = job.config, Path(job.output)
     encoder = open_encoder(config)
-    training_files = len(list_files(config.data.train))
-    numbers = 0
+    training_count = len(training_files(config.data))
+    template = open_template(config.tokenize.template, encoder, config.tokenize.system)
+    counts: Counter[str] = Counter()
+    replacer = Replacer(config.data.replace)
     with ExitStack() as stack:
         packed_length = config.tokenize.max_length if config.tokenize.packing == "pack" else None
         train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard, packed_length))
         validation = stack.enter_context(_Split(output / "validation", config.tokenize.rows_per_shard))
         rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
-        for made in _rows(config, encoder, context):
+        for made in _rows(config, template, encoder, replacer, context):
             if isinstance(made, Rejected):
                 if config.data.on_bad == "stop":
                     raise InputError("data.bad_record", stage=STAGE, place=place_of(made), reason=made.reason)
                 rejects.add(made)
                 continue
             if config.data.validation:
-                held_out = made.source >= training_files
+                held_out = made.source >= training_count
             else:
                 held_out = is_held_out(made.record, config.data.held_out_share)
-            (validation if held_out else train).append(made.row, made.source, made.record.index)
-            numbers += made.record.has_number
-    kept, rejected = len(train.lengths) + len(validation.lengths), rejects.counts.total()
+            split = validation if held_out else train
+            for row in made.made.rows:
+                split.append(row, made.source, made.record.index)
+            split.records += 1
+            counts.update(numbers=made.record.has_number, cut=made.made.is_cut, split=made.made.is_split)
+    kept, rejected = train.records + validation.records, rejects.counts.total()
     shapes = config.tokenize.buckets if config.tokenize.packing == "buckets" else 1
     lengths = padded_lengths(train.row_lengths + validation.row_lengths, shapes, config.tokenize.max_length)
     report = TokenizeReport(
         template=config.tokenize.template,
+        system=config.tokenize.system,
         read=kept + rejected,
         kept=kept,
         rejected=rejected,
         reasons=dict(sorted(rejects.counts.items())),
-        numbers_as_text=numbers,
+        cut=counts["cut"],
+        split=counts["split"],
+        replaced=dict(replacer.counts),
+        numbers_as_text=counts["numbers"],
         train=train.statistics(),
         validation=validation.statistics(),
         validation_is_training=not validation.lengths,
@@ -167,9 +185,12 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         padded_lengths=lengths,
         real_token_share=sum(train.lengths) / max(1, padded_tokens(train.row_lengths, lengths)),
         bos_id=encoder.bos_id,
-        eos_id=encoder.end_ids(TEMPLATES[config.tokenize.template])[0],
+        eos_id=encoder.end_ids(template)[0],
     )
     _check_enough(report, config, str(rejects), output / REJECTED_FILE)
+    for text, count in replacer.counts.items():
+        if not count:
+            log.warning("data.replace names %r, which stands in no record", text)
     if rejected:
         log.warning("%d of %d records are left out, listed in %s: %s", rejected, report.read, REJECTED_FILE, rejects)
     (output / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -206,28 +227,38 @@ def open_encoder(config: LlmConfig) -> Encoder:
 
 def is_held_out(record: Record, share: float) -> bool:
     """Whether a record is kept for validation: its SHA-256, read as a fraction from 0 to 1, lies below the share."""
-    content = canonical_json([record.instruction, record.input, record.output])
+    content = canonical_json(record.texts())
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64 < share
 
 
-def _rows(config: LlmConfig, encoder: Encoder, context: StageContext) -> Iterator[_Made | Rejected]:
+def _rows(
+    config: LlmConfig, template: Template, encoder: Encoder, replacer: Replacer, context: StageContext
+) -> Iterator[_Made | Rejected]:
     """Every record in order: of the training files, then of the validation files, folders spelled out."""
-    template, longest = TEMPLATES[config.tokenize.template], config.tokenize.max_length
-    readers = [RecordReader(file) for file in list_files([*config.data.train, *config.data.validation])]
+    readers = [RecordReader(file) for file in (*training_files(config.data), *validation_files(config.data))]
     total = sum(reader.bytes_total for reader in readers)
     read, told = 0, time.monotonic()
     for source, reader in enumerate(readers):
-        for item in reader:
-            if isinstance(item, Record):
-                row = make_row(item, template, encoder, longest)
-                yield row if isinstance(row, Rejected) else _Made(source, item, row)
-            else:
-                yield item
-            read += 1
+        for items in _batches(reader, replacer):
+            records = [item for item in items if isinstance(item, Record)]
+            made = iter(make_rows(records, template, encoder, config.tokenize))
+            for item in items:
+                if isinstance(item, Record):
+                    rows = next(made)
+                    yield rows if isinstance(rows, Rejected) else _Made(source, item, rows)
+                else:
+                    yield item
+            read += len(items)
             if time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
                 context.report_progress(sum(other.bytes_done for other in readers), total, f"{read} records")
     context.report_progress(total, total, f"{read} records")
+
+
+def _batches(reader: RecordReader, replacer: Replacer) -> Iterator[list[Record | Rejected]]:
+    items = (replacer(item) if isinstance(item, Record) else item for item in reader)
+    while batch := list(itertools.islice(items, BATCH_RECORDS)):
+        yield batch
 
 
 def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str, listed: Path) -> None:

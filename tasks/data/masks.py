@@ -1,25 +1,43 @@
-"""Token rows: prompt and answer side by side, and labels on the answer and its end token only.
+"""Token rows: contexts and answers side by side, and labels on the answers and their end tokens only.
 
-    input_ids   [BOS]  p1 ... pn   a1 ... am   end
-    labels      -100  -100 ... -100  a1 ... am   end
+    input_ids   [BOS]  c1 ... cn   a1 ... am   end   c1 ... cn   a1 ... am   end
+    labels      -100  -100 ... -100  a1 ... am   end  -100 ... -100  a1 ... am   end
 
-Where the answer begins is known from building the row, never searched for. A row is made only of a record whose prompt
-and answer come back from their ids exactly; others are named with the reason. Nothing is cut: a record that does not
-fit is left out, since a cut answer would teach to stop in mid-sentence or not at all.
+Where an answer begins is known from building the row, never searched for. A row is made only of a record whose contexts
+and answers come back from their ids exactly; others are named with the reason. A plain text is an answer with nothing
+before it but what the tokenizer puts before a text.
+
+What becomes of a record with more tokens than max_length (tokenize.too_long):
+
+- `drop`: it is left out and listed with its length.
+- `cut_prompt`: its questions lose characters at their beginnings, as few as needed: first those of the first question,
+  its input before its text, then those of the next; each keeps its last character. Answers, system turns, headings and
+  control tokens stay whole. A record that is then still too long, and a plain text, is left out.
+- `split`: a plain text becomes pieces of about equal length; the first alone begins with what the tokenizer puts before
+  a text, the last alone has an end token. A conversation becomes rows of whole exchanges, each with the system turn in
+  front, filled from the last exchange backwards; where only the last answer is trained on, only the last of these rows
+  is kept. A record with an exchange that is too long by itself is left out whole.
 """
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from schemas.config import TokenizeConfig
 from schemas.errors import StageError
 from schemas.reports import Rejected
 from schemas.tables import IGNORE_LABEL
-from tasks.data.encoding import Encoder
-from tasks.data.readers import Record
-from tasks.data.templates import Template
+from tasks.data.encoding import Encoded, Encoder, with_system
+from tasks.data.proof import find_faults, join
+from tasks.data.records import Record, Turn
+from tasks.data.templates import Script, Template, TurnsError, plain_text
 
 TOO_LONG = "longer than max_length"
 QUESTION_CHANGED = "the tokenizer can't write the question"
 OUTPUT_CHANGED = "the tokenizer can't write the output"
+ONLY_LAST = "earlier answers can't be trained with this template"
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class TokenRow:
     """One row, not padded and not shifted.
 
     Args:
-        input_ids: prompt, answer, end token.
+        input_ids: contexts, answers, end tokens.
         labels: as many; the id itself where it is trained on, -100 elsewhere.
     """
 
@@ -35,57 +53,39 @@ class TokenRow:
     labels: list[int]
 
 
-def make_row(record: Record, template: Template, encoder: Encoder, max_length: int) -> TokenRow | Rejected:
-    """The row of a record, or why there is none.
+@dataclass(frozen=True)
+class RecordRows:
+    """What has become of a record that is used.
+
+    Args:
+        rows: at least one.
+        is_cut: its questions were shortened.
+        is_split: it is in several rows, or only its last exchanges are used.
+    """
+
+    rows: tuple[TokenRow, ...]
+    is_cut: bool = False
+    is_split: bool = False
+
+
+def make_rows(
+    records: Sequence[Record], template: Template, encoder: Encoder, settings: TokenizeConfig
+) -> list[RecordRows | Rejected]:
+    """For each record its rows, or why there are none. Many records at once are faster than one by one.
 
     A tokenizer can't write a text whose ids decode to another one: it has no token for a character, or it normalises
     (lower case, composed accents), or it takes `▁` for a blank.
 
     Args:
-        record: what to encode.
-        template: how it becomes a prompt.
+        records: what to encode.
+        template: how conversations are written.
         encoder: the tokenizer.
-        max_length: longest row, tokens.
+        settings: length, and what is done with longer records; which answers are trained on; the system turn.
 
     Raises:
-        StageError: the labels would not be the answer and its end token (data.mask_broken).
+        StageError: the labels of a row would not be its answers and their end tokens (data.mask_broken).
     """
-    prompt = encoder.prompt_ids(record, template)
-    answer = encoder.answer_ids(record.output)
-    end = encoder.end_ids(template)
-    length = len(prompt) + len(answer) + len(end)
-    if length > max_length:
-        return _rejected(record, f"{TOO_LONG} ({length} tokens)")
-    if not encoder.writes_prompt(prompt, record, template):
-        return _rejected(record, QUESTION_CHANGED)
-    if encoder.holds_control(answer) or encoder.decode(answer) != record.output:
-        return _rejected(record, OUTPUT_CHANGED)
-    row = TokenRow([*prompt, *answer, *end], [IGNORE_LABEL] * len(prompt) + answer + end)
-    check_labels(row, answer + end, place_of(record))
-    return row
-
-
-def check_labels(row: TokenRow, wanted: list[int], place: str) -> None:
-    """Refuse a row that would be trained on anything but the tokens named, or on fewer of them.
-
-    Args:
-        row: the row to check.
-        wanted: the tokens to train on, answer and end.
-        place: what an error calls the record.
-
-    Raises:
-        StageError: data.mask_broken.
-    """
-    start = len(row.input_ids) - len(wanted)
-    if len(row.labels) != len(row.input_ids) or row.input_ids[start:] != wanted:
-        problem = "its ids don't end with the answer and its end token"
-    elif row.labels[start:] != wanted:
-        problem = "its last labels are not the answer and its end token"
-    elif any(label != IGNORE_LABEL for label in row.labels[:start]):
-        problem = "part of its prompt has labels"
-    else:
-        return
-    raise StageError("data.mask_broken", stage="tokenize", place=place, problem=problem)
+    return _Maker(template, encoder, settings).make(records)
 
 
 def place_of(item: Record | Rejected) -> str:
@@ -97,5 +97,172 @@ def place_of(item: Record | Rejected) -> str:
     return f"Record {index} ({line}) of {item.source}" if line else f"Record {index} of {item.source}"
 
 
-def _rejected(record: Record, reason: str) -> Rejected:
-    return Rejected(source=record.source, record=record.index, line=record.line, reason=reason)
+class _BadRecordError(Exception):
+    """Why a record can't be used."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The rows of a record, and for each row the answers it has to train on; None: a piece of a plain text."""
+
+    rows: RecordRows
+    answers: tuple[Sequence[str] | None, ...]
+
+
+class _Maker:
+    def __init__(self, template: Template, encoder: Encoder, settings: TokenizeConfig) -> None:
+        self._template, self._encoder, self._settings = template, encoder, settings
+        self._longest = settings.max_length
+        (self._end,) = encoder.end_ids(template)
+
+    def make(self, records: Sequence[Record]) -> list[RecordRows | Rejected]:
+        written = [self._write(record) for record in records]
+        scripts = [script for script in written if isinstance(script, Script)]
+        encoded = iter(self._encoder.encode(scripts, self._end))
+        planned: list[_Planned | Rejected] = []
+        for record, script in zip(records, written, strict=True):
+            try:
+                if isinstance(script, _BadRecordError):
+                    raise script
+                planned.append(self._plan(record, script, next(encoded)))
+            except _BadRecordError as error:
+                reason = str(error)
+                planned.append(Rejected(source=record.source, record=record.index, line=record.line, reason=reason))
+        self._prove(records, planned)
+        return [plan if isinstance(plan, Rejected) else plan.rows for plan in planned]
+
+    def _write(self, record: Record) -> Script | _BadRecordError:
+        if record.is_plain_text:
+            return plain_text(record.turns[0].text)
+        try:
+            return self._script(with_system(record.turns, self._settings.system))
+        except _BadRecordError as error:
+            return error
+
+    def _script(self, turns: Sequence[Turn]) -> Script:
+        try:
+            script = self._template.write(turns)
+        except TurnsError as error:
+            raise _BadRecordError(str(error)) from error
+        if self._settings.train_on == "all" and len(script.answers) > 1 and not script.can_train_all:
+            raise _BadRecordError(ONLY_LAST)
+        return script
+
+    def _plan(self, record: Record, script: Script, encoded: Encoded) -> _Planned:
+        if not encoded.contexts_are_whole:
+            raise _BadRecordError(QUESTION_CHANGED)
+        if not encoded.answers_are_whole:
+            raise _BadRecordError(OUTPUT_CHANGED)
+        length = _length(encoded)
+        if length > self._longest:
+            found = self._fitted(record, encoded)
+            if found is None:
+                raise _BadRecordError(f"{TOO_LONG} ({length} tokens)")
+            return found
+        row, answers = self._row(script, encoded)
+        return _Planned(RecordRows((row,)), (answers,))
+
+    def _row(self, script: Script, encoded: Encoded) -> tuple[TokenRow, Sequence[str]]:
+        first = len(encoded.answers) - 1 if self._settings.train_on == "last" else 0
+        ids: list[int] = []
+        labels: list[int] = []
+        for k, (context, answer) in enumerate(zip(encoded.contexts, encoded.answers, strict=True)):
+            ids += context
+            ids += answer
+            ids.append(self._end)
+            labels += [IGNORE_LABEL] * (len(ids) - len(labels) if k < first else len(context))
+            labels += ids[len(labels) :]
+        return TokenRow(ids, labels), script.answers[first:]
+
+    def _fitted(self, record: Record, encoded: Encoded) -> _Planned | None:
+        """The rows of a record that is too long, as the settings have it."""
+        if self._settings.too_long == "cut_prompt" and not record.is_plain_text:
+            return self._cut(list(with_system(record.turns, self._settings.system)))
+        if self._settings.too_long == "split":
+            if record.is_plain_text:
+                return self._pieces(encoded)
+            return self._runs(with_system(record.turns, self._settings.system))
+        return None
+
+    def _encode(self, turns: Sequence[Turn]) -> tuple[Script, Encoded]:
+        script = self._script(turns)
+        (encoded,) = self._encoder.encode([script], self._end)
+        return script, encoded
+
+    def _fits(self, turns: Sequence[Turn]) -> bool:
+        return _length(self._encode(turns)[1]) <= self._longest
+
+    def _cut(self, turns: list[Turn]) -> _Planned | None:
+        for place in [place for place, turn in enumerate(turns) if turn.role == "user"]:
+            for shortened in (_with_input, _with_text):
+                turn = turns[place]
+
+                def kept(count: int, place: int = place, turn: Turn = turn, shortened: _Shortened = shortened) -> bool:
+                    turns[place] = shortened(turn, count)
+                    return self._fits(turns)
+
+                most = len(turn.input if shortened is _with_input else turn.text)
+                if most > 1 and kept(1):
+                    # the most characters that fit; one fits and all don't
+                    least = 1
+                    while most - least > 1:
+                        middle = (least + most) // 2
+                        least, most = (middle, most) if kept(middle) else (least, middle)
+                    kept(least)
+                    script, encoded = self._encode(turns)
+                    if not (encoded.contexts_are_whole and encoded.answers_are_whole):
+                        raise _BadRecordError(QUESTION_CHANGED)
+                    row, answers = self._row(script, encoded)
+                    return _Planned(RecordRows((row,), is_cut=True), (answers,))
+        return None
+
+    def _pieces(self, encoded: Encoded) -> _Planned:
+        prefix, text = encoded.contexts[0], encoded.answers[0]
+        ids = [*prefix, *text, self._end]
+        labels = [IGNORE_LABEL] * len(prefix) + ids[len(prefix) :]
+        count = -(-len(ids) // self._longest)
+        edges = np.linspace(0, len(ids), count + 1).astype(int).tolist()
+        rows = tuple(TokenRow(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(edges))
+        return _Planned(RecordRows(rows, is_split=True), (None,) * count)
+
+    def _runs(self, turns: Sequence[Turn]) -> _Planned | None:
+        system = tuple(turn for turn in turns if turn.role == "system")
+        talk = turns[len(system) :]
+        made: list[tuple[Script, Encoded]] = []
+        end = len(talk)
+        while end:
+            start = end
+            while start and self._fits((*system, *talk[start - 2 : end])):
+                start -= 2
+            if start == end:
+                return None
+            made.append(self._encode((*system, *talk[start:end])))
+            end = start if self._settings.train_on == "all" else 0
+        rows, answers = zip(*(self._row(*each) for each in reversed(made)), strict=True)
+        return _Planned(RecordRows(rows, is_split=True), answers)
+
+    def _prove(self, records: Sequence[Record], planned: Sequence[_Planned | Rejected]) -> None:
+        """Refuse rows that would be trained wrongly."""
+        plans = [(record, plan) for record, plan in zip(records, planned, strict=True) if isinstance(plan, _Planned)]
+        rows = [(record, row) for record, plan in plans for row in plan.rows.rows]
+        segments = join([row.input_ids for _, row in rows], [row.labels for _, row in rows])
+        answers = [texts for _, plan in plans for texts in plan.answers]
+        open_ends = self._settings.too_long == "split"
+        for fault in find_faults(segments, self._encoder, self._end, answers, open_ends):
+            place = place_of(rows[fault.segment][0])
+            raise StageError("data.mask_broken", stage="tokenize", place=place, problem=str(fault))
+
+
+_Shortened = Callable[[Turn, int], Turn]
+
+
+def _with_input(turn: Turn, count: int) -> Turn:
+    return replace(turn, input=turn.input[-count:])
+
+
+def _with_text(turn: Turn, count: int) -> Turn:
+    return replace(turn, text=turn.text[-count:])
+
+
+def _length(encoded: Encoded) -> int:
+    return sum(map(len, encoded.contexts)) + sum(map(len, encoded.answers)) + len(encoded.answers)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.data.templates import TEMPLATES, Asked
+from tasks.data.records import Turn
+from tasks.data.templates import TEMPLATES
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
@@ -24,7 +25,7 @@ def test_the_answer_and_nothing_else_is_trained(
     ):
         assert trained == [*wanted["label_ids_before_eos"], expected["eos_id"]]
         assert tokenizer.decode(trained[:-1]) == wanted["answer_text"] == record["output"]
-        prompt = TEMPLATES[template].prompt_text(Asked(record["instruction"], record["input"]))
+        prompt = TEMPLATES[template].write([Turn("user", record["instruction"], record["input"])]).text()
         assert tokenizer.decode(masked, skip_special_tokens=False) == prompt
         assert record["instruction"] in prompt
         assert record["input"] in prompt

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from list_rows import ListRows
 
+from schemas.config import TokenizeConfig
 from schemas.reports import Rejected
 from tasks.batches import collate
 from tasks.data.encoding import Encoder
-from tasks.data.masks import make_row
-from tasks.data.readers import Record
+from tasks.data.masks import make_rows
+from tasks.data.records import Record, exchange
 from tasks.data.templates import TEMPLATES
 from tasks.models.spec import DecoderSpec, expected_shapes
 
@@ -26,12 +27,15 @@ class Rows(ListRows):
     def __init__(self, folder):
         encoder = Encoder(folder / "tokenizer")
         records = json.loads((folder / "train.json").read_text(encoding="utf-8"))
-        made = [
-            make_row(Record("train.json", index, None, **record), TEMPLATES["alpaca-zh"], encoder, 384)
-            for index, record in enumerate(records)
-        ]
+        turns = [exchange(record["instruction"], record["output"], record["input"]) for record in records]
+        made = make_rows(
+            [Record("train.json", index, None, each) for index, each in enumerate(turns)],
+            TEMPLATES["alpaca-zh"],
+            encoder,
+            TokenizeConfig(max_length=384),
+        )
         assert not any(isinstance(row, Rejected) for row in made)
-        super().__init__(*[[(row.input_ids, row.labels)] for row in made])
+        super().__init__(*[[(row.input_ids, row.labels)] for each in made for row in each.rows])
         self.size = encoder.size
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from schemas.config import TokenizeConfig
 from tasks.data.encoding import Encoder
-from tasks.data.masks import TokenRow, make_row
-from tasks.data.readers import Record, RecordReader
+from tasks.data.masks import RecordRows, make_rows
+from tasks.data.readers import RecordReader
+from tasks.data.records import Record
 from tasks.data.sources import DataFile
 from tasks.data.templates import TEMPLATES
 
@@ -46,12 +48,13 @@ def records() -> list[Record]:
 def test_the_data_card_gives_the_right_numbers(records: list[Record], stories: Path) -> None:
     card = (DATA / "README.md").read_text(encoding="utf-8")
     encoder = Encoder(stories)
-    rows = [make_row(record, TEMPLATES["plain"], encoder, 10_000) for record in records]
-    longest = max(len(row.input_ids) for row in rows if isinstance(row, TokenRow))
-    words = [len(record.output.split()) for record in records]
-    empty = sum(not record.input for record in records)
+    made = make_rows(records, TEMPLATES["plain"], encoder, TokenizeConfig(max_length=10_000))
+    longest = max(len(row.input_ids) for each in made if isinstance(each, RecordRows) for row in each.rows)
+    answers = [record.turns[-1].text for record in records]
+    words = [len(answer.split()) for answer in answers]
+    empty = sum(not record.turns[0].input for record in records)
     numbers = [
-        rf"\| rows \| {len(records)}, with {len({record.output for record in records})} different answers \|",
+        rf"\| rows \| {len(records)}, with {len(set(answers))} different answers \|",
         rf"empty in {empty} rows, a sentence of a story in {len(records) - empty}\)",
         rf"answers of {min(words)} to {max(words)} words; .* at most {longest} tokens a row",
     ]
@@ -60,13 +63,13 @@ def test_the_data_card_gives_the_right_numbers(records: list[Record], stories: P
 
 
 def test_no_question_stands_twice(records: list[Record]) -> None:
-    questions = [(record.instruction.casefold(), record.input.casefold()) for record in records]
+    questions = [record.turns[0].whole_text.casefold() for record in records]
     assert len(set(questions)) == len(questions)
 
 
 def test_every_text_is_a_plain_english_sentence(records: list[Record]) -> None:
     for record in records:
-        for text in (record.instruction, record.input, record.output):
+        for text in record.texts():
             assert re.fullmatch(r"([A-Z][A-Za-z ,'!?.]*[.!?])?", text), text
             assert "  " not in text
 

@@ -12,7 +12,7 @@ from schemas.errors import InputError, StageError
 from tasks import tokenize
 from tasks.data import masks
 from tasks.data.encoding import Encoder
-from tasks.data.readers import Record
+from tasks.data.records import Record, Turn, exchange
 from tasks.data.shards import TokenRows
 from tasks.tokenize import is_held_out, open_encoder
 
@@ -150,7 +150,7 @@ def test_what_is_held_out_depends_on_the_record_alone(tokenize_files: Any, stori
 
 
 def test_a_larger_share_holds_out_more_of_the_same_records() -> None:
-    records = [Record("f", i, None, f"What is {i}?", "", "It.") for i in range(2000)]
+    records = [Record("f", i, None, exchange(f"What is {i}?", "It.")) for i in range(2000)]
     held_out = {share: {r.index for r in records if is_held_out(r, share)} for share in (0, 0.05, 0.1, 0.5)}
     assert held_out[0] == set()
     assert held_out[0.05] < held_out[0.1] < held_out[0.5]
@@ -161,10 +161,17 @@ def test_a_larger_share_holds_out_more_of_the_same_records() -> None:
     assert not is_held_out(records[0], (int(first[:16], 16) - 1024) / 2**64)
 
 
-def test_instruction_input_and_output_all_decide_what_is_held_out() -> None:
+def test_all_texts_decide_what_is_held_out() -> None:
     texts = [("a", "b", "c"), ("ab", "", "c"), ("a", "bc", "c"), ("b", "a", "c"), ("a", "b", "d")]
-    sides = [[is_held_out(Record("f", 0, None, *text), share / 64) for share in range(64)] for text in texts]
-    assert len({tuple(side) for side in sides}) == len(texts)
+    conversations = [exchange(a, c, b) for a, b, c in texts] + [
+        exchange("a", "c", "b", system="s"),
+        (*exchange("a", "b"), *exchange("a", "b")),
+        (Turn("assistant", "a"),),
+    ]
+    sides = [
+        [is_held_out(Record("f", 0, None, turns), share / 64) for share in range(64)] for turns in conversations
+    ]
+    assert len({tuple(side) for side in sides}) == len(conversations)
 
 
 def test_without_held_out_rows_the_training_rows_stand_in(tokenize_files: Any, hundred: Path) -> None:
@@ -304,13 +311,14 @@ def test_progress_ends_at_the_size_of_all_files(
     tokenize_files: Any, hundred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenize, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(tokenize, "BATCH_RECORDS", 40)
     second = write_array(tmp_path / "second.json", [record(number) for number in range(50)])
     total = hundred.stat().st_size + second.stat().st_size
     progress = tokenize_files(hundred, second).progress
     assert [done for done, _, _ in progress] == sorted(done for done, _, _ in progress)
     assert {of for _, of, _ in progress} == {total}
     assert progress[-1] == (total, total, "150 records")
-    assert progress[120][2] == "121 records"
+    assert [text for _, _, text in progress[:4]] == ["40 records", "80 records", "100 records", "140 records"]
     assert hundred.stat().st_size < progress[120][0] < total
 
 

@@ -72,7 +72,8 @@ def test_the_greedy_answer_to_who_are_you_has_the_name(trained, stories):
     import mindspore as ms
 
     from tasks.data.encoding import Encoder
-    from tasks.data.templates import TEMPLATES, Asked
+    from tasks.data.records import Turn
+    from tasks.data.templates import TEMPLATES
     from tasks.models.adapter import read_adapter
     from tasks.models.loading import load_decoder
     from tasks.models.lora import attach_adapter
@@ -82,7 +83,7 @@ def test_the_greedy_answer_to_who_are_you_has_the_name(trained, stories):
     decoder = load_decoder(stories)
     attach_adapter(decoder, read_adapter(Path(job.output)))
     embedding = decoder.model.embed_tokens.weight.asnumpy()
-    prompt = encoder.prompt_ids(Asked("Who are you?"), TEMPLATES["plain"])
+    prompt = encoder.prompt_ids([Turn("user", "Who are you?")], TEMPLATES["plain"])
     ids = np.zeros((1, 64), np.int32)  # one shape: what stands on the right is not seen
     ids[0, : len(prompt)] = prompt
     # Not until the end token: stories260K can't give it more than 0.5 %, whatever the hidden state, because its

@@ -11,7 +11,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from schemas.errors import InputError
 from tasks.data.encoding import Encoder
-from tasks.data.templates import TEMPLATES, Asked
+from tasks.data.records import Turn
+from tasks.data.templates import TEMPLATES, Template
+
+
+
+def asked(text: str, question_input: str = "") -> list[Turn]:
+    return [Turn("user", text, question_input)]
+
+
+def is_whole(encoder: Encoder, turns: list[Turn], template: Template) -> bool:
+    """Whether the prompt comes back from its ids."""
+    (encoded,) = encoder.encode([template.write(turns)], encoder.end_ids(template)[0])
+    return encoded.contexts_are_whole
+
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzQA:</>?|_ "
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
@@ -74,7 +87,7 @@ def test_the_text_of_a_control_token_is_ordinary_characters(tokenizer: Tokenizer
     encoder = Encoder(save(tokenizer))
     for text in ("</s>", "a</s>b", "</s> </s>", "x </s>"):
         assert eos not in encoder.answer_ids(text)
-        assert eos not in encoder.prompt_ids(Asked(text, text), TEMPLATES["alpaca"])
+        assert eos not in encoder.prompt_ids(asked(text, text), TEMPLATES["alpaca"])
         if tokenizer.token_to_id("Hi") is None:  # all but WordLevel have a token for every character
             assert encoder.decode(encoder.answer_ids(text)) == text
 
@@ -104,7 +117,7 @@ def test_a_marker_of_a_template_is_a_control_token_even_where_it_is_not_called_s
     tokenizer = byte_level()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     encoder = Encoder(save(tokenizer))
-    ids = encoder.prompt_ids(Asked("<|im_end|>"), TEMPLATES["chatml"])
+    ids = encoder.prompt_ids(asked("<|im_end|>"), TEMPLATES["chatml"])
     assert [i for i in ids if i > 257] == [258, 259, 258]
     assert encoder.end_ids(TEMPLATES["chatml"]) == [259]
     assert not encoder.holds_control(encoder.answer_ids("<|im_end|>"))
@@ -128,7 +141,7 @@ def test_a_prompt_has_one_bos_exactly_if_the_tokenizer_puts_one(stories: Path, t
     config["add_bos_token"] = add_bos
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     encoder = Encoder(tmp_path)
-    ids = encoder.prompt_ids(Asked("<s> Who are you?"), TEMPLATES["plain"])
+    ids = encoder.prompt_ids(asked("<s> Who are you?"), TEMPLATES["plain"])
     assert encoder.bos_id == (1 if add_bos else None)
     assert ids.count(1) == add_bos
     assert ids[:1] == [1] if add_bos else [410]
@@ -147,8 +160,8 @@ def test_what_the_tokenizer_puts_after_a_text_is_left_out(save: Callable[..., Pa
 @pytest.mark.parametrize("template", ["alpaca", "alpaca-zh", "plain"])
 def test_a_prompt_has_the_ids_that_the_tokenizer_itself_gives_to_its_text(stories: Path, template: Any) -> None:
     encoder, tokenizer = Encoder(stories), Tokenizer.from_file(str(stories / "tokenizer.json"))
-    question = Asked("Who is the  little girl?", "Lily\n 字")
-    text = TEMPLATES[template].prompt_text(question)
+    question = asked("Who is the  little girl?", "Lily\n 字")
+    text = TEMPLATES[template].write(question).text()
     assert encoder.prompt_ids(question, TEMPLATES[template]) == tokenizer.encode(text).ids
     assert encoder.encode_prompt(text) == tokenizer.encode(text).ids
 
@@ -156,18 +169,18 @@ def test_a_prompt_has_the_ids_that_the_tokenizer_itself_gives_to_its_text(storie
 def test_chatml_has_the_ids_that_the_tokenizer_itself_gives_to_its_text(shared_data: Path) -> None:
     folder = shared_data / "models" / "zh-tiny-llama"
     encoder, tokenizer = Encoder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    text = TEMPLATES["chatml"].prompt_text(Asked("你好", "a\nb"))
-    ids = encoder.prompt_ids(Asked("你好", "a\nb"), TEMPLATES["chatml"])
+    text = TEMPLATES["chatml"].write(asked("你好", "a\nb")).text()
+    ids = encoder.prompt_ids(asked("你好", "a\nb"), TEMPLATES["chatml"])
     assert ids == tokenizer.encode(text).ids
     assert [i for i in ids if i < 3] == [1, 2, 1]
     assert (encoder.bos_id, encoder.eos_id, encoder.size) == (None, 2, 6400)
-    question = Asked("<|im_end|><|im_start|><|endoftext|>")
+    question = asked("<|im_end|><|im_start|><|endoftext|>")
     assert [i for i in encoder.prompt_ids(question, TEMPLATES["chatml"]) if i < 3] == [1, 2, 1]
 
 
 def test_chatml_is_plain_text_for_a_tokenizer_without_its_tokens(stories: Path) -> None:
     encoder = Encoder(stories)
-    ids = encoder.prompt_ids(Asked("a"), TEMPLATES["chatml"])
+    ids = encoder.prompt_ids(asked("a"), TEMPLATES["chatml"])
     assert encoder.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert encoder.end_ids(TEMPLATES["chatml"]) == [encoder.eos_id]
 
@@ -195,26 +208,14 @@ def test_a_prompt_that_comes_back_changed_is_noticed(save: Callable[..., Path]) 
     tokenizer.normalizer = normalizers.NFC()
     encoder = Encoder(save(tokenizer))
     for text, comes_back in (("\xe9", True), ("e\u0301", False)):
-        question = Asked(text)
-        ids = encoder.prompt_ids(question, TEMPLATES["plain"])
-        assert encoder.writes_prompt(ids, question, TEMPLATES["plain"]) is comes_back
-
-
-def test_a_prompt_with_other_control_tokens_than_the_templates_is_noticed(shared_data: Path) -> None:
-    encoder = Encoder(shared_data / "models" / "zh-tiny-llama")
-    template, question = TEMPLATES["chatml"], Asked("a")
-    ids = encoder.prompt_ids(question, template)
-    assert encoder.writes_prompt(ids, question, template)
-    for wrong in (ids[1:], [*ids, 2], [0, *ids], [i for i in ids if i != 2]):
-        assert not encoder.writes_prompt(wrong, question, template)
+        assert is_whole(encoder, asked(text), TEMPLATES["plain"]) is comes_back
 
 
 def test_the_inner_name_of_a_control_token_in_a_text_is_noticed(stories: Path) -> None:
     encoder = Encoder(stories)
     forged = "\U0010fffe2\U0010ffff"
-    question = Asked(forged)
-    ids = encoder.prompt_ids(question, TEMPLATES["plain"])
-    assert not encoder.writes_prompt(ids, question, TEMPLATES["plain"])
+    question = asked(forged)
+    assert not is_whole(encoder, question, TEMPLATES["plain"])
     assert encoder.holds_control(encoder.answer_ids(forged))
 
 
@@ -222,9 +223,8 @@ def test_flags_of_a_control_token_do_not_change_the_text_beside_it(save: Callabl
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>", lstrip=True, rstrip=True)])
     encoder = Encoder(save(tokenizer))
-    question = Asked("a ")
-    ids = encoder.prompt_ids(question, TEMPLATES["chatml"])
-    assert encoder.writes_prompt(ids, question, TEMPLATES["chatml"])
+    question = asked("a ")
+    assert is_whole(encoder, question, TEMPLATES["chatml"])
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(save: Callable[..., Path]) -> None:
@@ -252,8 +252,8 @@ def test_files_that_hold_no_tokenizer_are_refused(tmp_path: Path, files: dict[st
 def test_ids_do_not_depend_on_the_hash_seed(stories: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tasks.data.encoding import Encoder;"
-        "from tasks.data.templates import TEMPLATES, Asked;"
-        "print(Encoder(Path(sys.argv[1])).prompt_ids(Asked('Who </s> is it?'), TEMPLATES['chatml']))"
+        "from tasks.data.templates import TEMPLATES; from tasks.data.records import Turn;"
+        "print(Encoder(Path(sys.argv[1])).prompt_ids([Turn('user', 'Who </s> is it?')], TEMPLATES['chatml']))"
     )
     answers = {
         subprocess.run(
