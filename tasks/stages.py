@@ -53,6 +53,7 @@ class Stage:
 
 
 _NUMERIC = ("mindspore", "numpy", "safetensors")
+_BASE = (*_NUMERIC, "gguf")  # of stages that read the base model
 
 STAGES: dict[StageName, Stage] = {
     stage.name: stage
@@ -74,12 +75,12 @@ STAGES: dict[StageName, Stage] = {
             ("train",),
             ("tokenize",),
             ("base",),
-            (*_NUMERIC, "pyarrow"),
+            (*_BASE, "pyarrow"),
             True,
             "train the LoRA adapter",
             saves_its_work=True,
         ),
-        Stage("merge", 1, ("merge",), ("train",), ("base", "tokenizer"), _NUMERIC, True, "add the adapter to the base"),
+        Stage("merge", 1, ("merge",), ("train",), ("base", "tokenizer"), _BASE, True, "add the adapter to the base"),
         Stage("export", 1, ("export",), ("merge",), (), _NUMERIC, True, "compile the model to MindIR"),
         Stage(
             "evaluate",
@@ -87,7 +88,7 @@ STAGES: dict[StageName, Stage] = {
             ("evaluate",),
             ("tokenize", "export"),
             ("base", "tokenizer"),
-            (*_NUMERIC, "pyarrow", "tokenizers", "transformers"),
+            (*_BASE, "pyarrow", "tokenizers", "transformers"),
             True,
             "compare the model before and after",
         ),
