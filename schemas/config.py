@@ -274,8 +274,8 @@ class TrainConfig(Section):
     loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] | None = Field(
         default=None,
         description="what a micro-batch's loss is multiplied by before the backward pass, and divided out of the "
-        "gradients before clipping; `dynamic` halves it and leaves the step out when a gradient is not finite, and doubles it "
-        "after 1000 good steps; null: `dynamic` with float16, else none",
+        "gradients before clipping; `dynamic` halves it and leaves the step out when a gradient is not finite, and "
+        "doubles it after 1000 good steps; null: `dynamic` with float16, else none",
     )
     recompute: bool = Field(
         default=False,
@@ -299,6 +299,10 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(
         default=3, ge=1, description="newest checkpoints that are kept while training", json_schema_extra=NEUTRAL
     )
+
+    def key_fields(self) -> dict[str, Any]:
+        """The fields that can change a stage's result; a loss scale that is left out counts as what it stands for."""
+        return super().key_fields() | {"loss_scale": self.scaling}
 
     @property
     def scaling(self) -> float | Literal["dynamic"] | None:

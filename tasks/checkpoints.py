@@ -34,6 +34,7 @@ class Progress(Frozen):
 
     step: int = 0
     curve: tuple[CurvePoint, ...] = ()
+    skipped: tuple[int, ...] = ()
     validation: tuple[ValidationPoint, ...] = ()
     best_step: int | None = None
 

@@ -24,6 +24,7 @@ from schemas.reports import TokenizeReport, TrainReport
 from tasks.batches import Batch, MicroBatch, RowOrder, Rows, collate, in_order
 from tasks.files import write_atomically
 from tasks.locations import base_path
+from tasks.precision import check_precision
 from tasks.schedule import learning_rate, total_steps
 from tasks.stages import StageContext
 
@@ -92,6 +93,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     """Train and leave the adapter; goes on from a checkpoint in `job.work` where there is one.
 
     Raises:
+        ConfigError: the device can't compute in the precision.
         InputError: base model or target modules don't fit (see models.loading, models.lora); a row is longer than the
             model has positions; the warm-up would never end.
         StageError: nothing is learned or the loss is not finite (see training.Training); interrupted.
@@ -99,14 +101,20 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     """
     from tasks.checkpoints import Checkpoints
     from tasks.models.device import use_device
+    from tasks.models.levers import lower_precision, recompute_layers
     from tasks.models.loading import load_decoder
     from tasks.models.lora import attach_lora
     from tasks.training import Training
 
     train = job.config.train
+    check_precision(train.precision, job.device)
     use_device(job.device)
     decoder = load_decoder(base_path(job.config.model))
     base_parameters = sum(int(parameter.size) for parameter in decoder.get_parameters())
+    if train.precision != "float32":
+        lower_precision(decoder, train.precision)
+    if train.recompute:
+        recompute_layers(decoder)
     layers = attach_lora(
         decoder,
         rank=train.lora.rank,
@@ -145,6 +153,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
         adapted_layers=len(layers),
         padded_lengths=data.lengths,
         real_token_share=data.real_token_share(),
+        skipped_steps=progress.skipped,
         segments_per_row=data.training.segments / len(data.training),
         curve=progress.curve,
         validation=progress.validation,
@@ -171,6 +180,7 @@ def run(job: StageJob, context: StageContext) -> StageResult:
             "adapted_layers": len(layers),
             "real_token_share": report.real_token_share,
             "graph_shapes": len(report.padded_lengths),
+            "skipped_steps": len(report.skipped_steps),
         },
         volatile=(TIMINGS_FILE, CURVE_FILE),
     )
@@ -194,7 +204,7 @@ def _make_step(decoder: "Decoder", train: TrainConfig, packed: bool) -> "TrainSt
 
     from tasks.models.adamw import AdamW
     from tasks.models.loss import AnswerLoss
-    from tasks.models.train_step import TrainStep
+    from tasks.models.train_step import LossScale, TrainStep
 
     weights = ms.ParameterTuple(decoder.trainable_params())
     optimizer = AdamW(
@@ -205,7 +215,8 @@ def _make_step(decoder: "Decoder", train: TrainConfig, packed: bool) -> "TrainSt
         weight_decay=train.weight_decay,
     )
     mask_seed = train.seed if train.lora.dropout else None
-    return TrainStep(AnswerLoss(decoder), weights, optimizer, train.max_gradient_norm, mask_seed, packed)
+    scale = LossScale() if train.scaling == "dynamic" else train.scaling
+    return TrainStep(AnswerLoss(decoder), weights, optimizer, train.max_gradient_norm, mask_seed, packed, scale)
 
 
 def _plan(data: _Data, train: TrainConfig) -> "Course":
@@ -222,6 +233,7 @@ def _plan(data: _Data, train: TrainConfig) -> "Course":
         validate_every=train.evaluate_every_steps or data.order.steps_per_epoch,
         log_every=train.log_every_steps,
         checkpoint_every=train.checkpoint_every_steps,
+        may_skip=train.scaling == "dynamic",
     )
 
 

@@ -26,6 +26,8 @@ from tasks.step_clock import StepClock
 
 logger = logging.getLogger("mindtune.training")
 
+MOST_SKIPPED = 30  # steps left out in a row; a scale of 2**24 has come down to 1 by then
+
 
 @dataclass(frozen=True)
 class Course:
@@ -41,6 +43,7 @@ class Course:
         validate_every: steps between validations; there is always one before the first step and after the last.
         log_every: steps between log lines.
         checkpoint_every: steps between checkpoints; there is always one after the last step.
+        may_skip: a gradient norm that is not finite says that the step was left out (see TrainStep.loss_scale).
     """
 
     steps: int
@@ -52,6 +55,7 @@ class Course:
     validate_every: int
     log_every: int
     checkpoint_every: int
+    may_skip: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,9 @@ class Training:
         """Train.
 
         Raises:
-            StageError: `train.not_finite` loss or gradient norm, with the first such step; `train.no_change` of any
-                weight by the first step; `stage.interrupted` when the process was asked to end, after a checkpoint.
+            StageError: `train.not_finite` loss or gradient norm, with the first such step; `train.overflow` in too many
+                steps in a row; `train.no_change` of any weight by the first step; `stage.interrupted` when the process
+                was asked to end, after a checkpoint.
         """
         began = time.perf_counter()
         resumed_from = self._resume()
@@ -116,6 +121,8 @@ class Training:
                 break
             self._stop_if_asked()
             self._advance()
+        if not self.progress.curve:
+            self._stop_for_overflow()
         timings = TrainTimings(
             seconds=time.perf_counter() - began,
             compile_seconds=compile_seconds,
@@ -139,7 +146,7 @@ class Training:
 
     def _advance(self) -> None:
         number = self.progress.step + 1
-        before = self.step.state() if number == 1 else None
+        before = None if self.progress.curve else self.step.state()
         rate = self.course.learning_rate(number)
         with self._clock.running():
             batches = list(self.course.micro_batches(number))
@@ -149,18 +156,24 @@ class Training:
         self.progress = self.progress.model_copy(update={"step": number})
         if before is not None:
             self._read()
-            self._check_change(before)
+            if self.progress.curve:
+                self._check_change(before)
         if number % self.course.log_every == 0 or number == self.course.steps:
             self._read()
             self._log()
-        last = self.progress.curve[-1]
-        self.context.report_progress(number, self.course.steps, f"loss {last.loss:.3f}")
+        text = f"loss {self.progress.curve[-1].loss:.3f}" if self.progress.curve else "gradients are not finite yet"
+        self.context.report_progress(number, self.course.steps, text)
 
     def _read(self) -> None:
         """Wait for the steps done so far and put them on the curve; the first bad one is an error."""
         points = []
+        skipped = list(self.progress.skipped)
         with self._clock.running():
             for number, rate, loss, norm in self._unread:
+                if self.course.may_skip and not math.isfinite(float(norm)):
+                    logger.info("step %d is left out: its gradients are not finite; the loss scale is halved", number)
+                    skipped.append(number)
+                    continue
                 points.append(
                     CurvePoint(
                         step=number,
@@ -172,13 +185,21 @@ class Training:
                 )
         self._clock.lap()
         self._unread.clear()
-        self.progress = self.progress.model_copy(update={"curve": (*self.progress.curve, *points)})
+        curve = (*self.progress.curve, *points)
+        self.progress = self.progress.model_copy(update={"curve": curve, "skipped": tuple(skipped)})
+        ends = zip(skipped, skipped[MOST_SKIPPED - 1 :], strict=False)
+        if any(last - first == MOST_SKIPPED - 1 for first, last in ends):
+            self._stop_for_overflow()
+
+    def _stop_for_overflow(self) -> None:
+        skipped = self.progress.skipped
+        raise StageError("train.overflow", stage="train", count=len(skipped), first=skipped[0], last=skipped[-1])
 
     def _check_change(self, before: Tensors) -> None:
         after = self.step.state()
         names = [weight.name for weight in self.step.weights]
         if all(np.array_equal(before[name], after[name]) for name in names):
-            raise StageError("train.no_change", stage="train", step=1)
+            raise StageError("train.no_change", stage="train", step=self.progress.step)
 
     def _validation_is_due(self) -> bool:
         step, done = self.progress.step, self.progress.validation
@@ -221,6 +242,8 @@ class Training:
             raise StageError("stage.interrupted", stage="train", step=self.progress.step)
 
     def _log(self) -> None:
+        if not self.progress.curve:
+            return
         point = self.progress.curve[-1]
         left = (self.course.steps - point.step) * self._clock.seconds_per_step
         logger.info(

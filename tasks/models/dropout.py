@@ -43,7 +43,7 @@ class KeyedDropout(nn.Cell):
         width: columns of the input.
         key: () the factor of this draw, shared by all layers; see `draw_masks`.
     Inputs:
-        x: (rows, width) float32.
+        x: (rows, width).
     Outputs:
         (rows, width); x itself outside of training.
     Source: Srivastava et al. 2014, JMLR 15, section 4, scaled in training instead of afterwards.
@@ -62,7 +62,7 @@ class KeyedDropout(nn.Cell):
         if not self.training:
             return x
         product = (_row_factors(x.shape[0]) * self.key) * self.columns  # (rows, width), wraps around
-        kept = ops.cast(product >= self.lowest_kept, mstype.float32)
+        kept = ops.cast(product >= self.lowest_kept, x.dtype)
         return x * (kept * self.growth)
 
 

@@ -1,6 +1,7 @@
 """The parts of a Llama decoder: norm, rotary positions, attention, feed-forward. Names follow the Hugging Face tensors.
 
 Weights start at zero and are set by `loading`; a Dense with weight_init="zeros" takes no time and no memory until then.
+Each Cell computes in the type of its input; norms and softmax compute in float32 always.
 """
 
 import numpy as np
@@ -17,6 +18,11 @@ MASKED = -1e9  # added to a score: its weight becomes exactly 0, and unlike -inf
 def dense(in_channels: int, out_channels: int) -> nn.Dense:
     """A linear layer without bias, weight (out_channels, in_channels) still to be set."""
     return nn.Dense(in_channels, out_channels, weight_init="zeros", has_bias=False)
+
+
+def as_type(x: Tensor, dtype: mstype.Type) -> Tensor:
+    """A tensor in a type; the tensor itself where it is of that type already."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def rotary_tables(tokens: int, head_size: int, theta: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -57,8 +63,9 @@ class RMSNorm(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         """See the class."""
-        mean_square = ops.square(x).mean(-1, keep_dims=True)  # (..., 1)
-        return x * ops.rsqrt(mean_square + self.epsilon) * self.weight
+        exact = as_type(x, mstype.float32)
+        mean_square = ops.square(exact).mean(-1, keep_dims=True)  # (..., 1)
+        return as_type(exact * ops.rsqrt(mean_square + self.epsilon) * self.weight, x.dtype)
 
 
 class Rotary(nn.Cell):
@@ -80,7 +87,8 @@ class Rotary(nn.Cell):
 
     def construct(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """See the class."""
-        cosine, sine = cosine.expand_dims(-2), sine.expand_dims(-2)  # (..., T, 1, C/2)
+        cosine = as_type(cosine, x.dtype).expand_dims(-2)  # (..., T, 1, C/2)
+        sine = as_type(sine, x.dtype).expand_dims(-2)
         first, second = self.split(x)  # (B, T, heads, C/2) each
         return self.join((first * cosine - second * sine, second * cosine + first * sine))
 
@@ -135,10 +143,10 @@ class Attention(nn.Cell):
         grouped = (queries * self.scale).reshape(batch, tokens, self.key_value_heads, self.group, self.head_size)
         grouped = grouped.transpose(0, 2, 3, 1, 4)  # (B, K, H/K, T, C)
         grouped = grouped.reshape(batch, self.key_value_heads, self.group * tokens, self.head_size)
-        scores = self.scores(grouped, keys)  # (B, K, H/K * T, S)
+        scores = as_type(self.scores(grouped, keys), mstype.float32)  # (B, K, H/K * T, S)
         scores = scores.reshape(batch, self.key_value_heads, self.group, tokens, keys.shape[2]) + mask
         weights = ops.softmax(scores, -1).reshape(batch, self.key_value_heads, self.group * tokens, keys.shape[2])
-        mixed = self.weighted_sum(weights, values)  # (B, K, H/K * T, C)
+        mixed = self.weighted_sum(as_type(weights, values.dtype), values)  # (B, K, H/K * T, C)
         mixed = mixed.reshape(batch, self.key_value_heads, self.group, tokens, self.head_size)
         mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, self.heads * self.head_size)
         return self.o_proj(mixed)

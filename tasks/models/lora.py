@@ -18,6 +18,7 @@ from schemas.errors import InputError
 from tasks.models.adapter import Adapter, read_adapter, save_adapter, tensor_names
 from tasks.models.decoder import Decoder
 from tasks.models.dropout import KEY_NAME, KeyedDropout, new_key
+from tasks.models.layers import as_type
 from tasks.models.spec import expected_shapes, match_targets
 
 __all__ = ["Adapter", "LoraDense", "adapter_tensors", "attach_adapter", "attach_lora", "read_adapter", "save_adapter"]
@@ -33,7 +34,7 @@ class LoraDense(nn.Cell):
         scale: what the update is multiplied by; alpha / R, so that R can change without a new learning rate.
         dropout: what the update's input goes through first, if anything.
     Inputs:
-        x: (..., in_channels) float32.
+        x: (..., in_channels), of the type of the frozen weight; A and B are float32 and are cast to it.
     Outputs:
         (..., out_channels); equal to the base layer's while B is zero.
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.1.
@@ -64,7 +65,8 @@ class LoraDense(nn.Cell):
         if self.dropout is not None:
             rows = self.dropout(rows)
         # The scale goes onto the small product, R wide.
-        update = self.matmul(self.matmul(rows, self.lora_a) * self.scale, self.lora_b)  # (all, out)
+        inner = self.matmul(rows, as_type(self.lora_a, x.dtype)) * self.scale  # (all, R)
+        update = self.matmul(inner, as_type(self.lora_b, x.dtype))  # (all, out)
         return (base + update).reshape((*x.shape[:-1], self.out_channels))
 
 

@@ -6,6 +6,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from schemas.tables import IGNORE_LABEL
+from tasks.models.layers import as_type
 
 
 class AnswerLoss(nn.Cell):
@@ -46,6 +47,7 @@ class AnswerLoss(nn.Cell):
         if positions is not None:
             counted = ops.logical_and(counted, positions[:, 1:] > 0)
         # Four times faster on CPU than ops.cross_entropy, forward and backward.
-        log_likelihood = ops.log_softmax(self.decoder.logits(hidden), -1)  # (B, T-1, V)
+        logits = as_type(self.decoder.logits(hidden), ms.float32)  # (B, T-1, V)
+        log_likelihood = ops.log_softmax(logits, -1)
         chosen = ops.gather_elements(log_likelihood, 2, ops.maximum(targets, 0).expand_dims(2)).squeeze(2)  # (B, T-1)
         return -ops.where(counted, chosen, ops.zeros_like(chosen)).sum(), counted.astype(ms.float32).sum()

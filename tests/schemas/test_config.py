@@ -4,7 +4,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from schemas.config import LlmConfig, Section, TrainConfig
+from schemas.config import LlmConfig, Section, TokenizeConfig, TrainConfig
 
 MINIMAL: dict[str, Any] = {"model": {"base": "base"}, "data": {"train": ["a.json"]}}
 
@@ -63,8 +63,27 @@ def test_a_number_as_text_means_the_same_number():
 
 
 def test_key_fields_leave_out_what_cannot_change_the_result():
-    neutral = {"log_every_steps", "checkpoint_every_steps", "keep_checkpoints"}
+    neutral = {"log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "recompute"}
     assert set(TrainConfig.model_fields) - set(TrainConfig().key_fields()) == neutral
+
+
+def test_a_loss_scale_left_out_counts_as_what_it_stands_for():
+    float16 = TrainConfig(precision="float16")
+    assert float16.key_fields() == TrainConfig(precision="float16", loss_scale="dynamic").key_fields()
+    assert float16.scaling == "dynamic"
+    assert TrainConfig().scaling is None
+    assert TrainConfig(loss_scale=1024).scaling == 1024
+
+
+@pytest.mark.parametrize("value", [0, -1, "static", True])
+def test_a_loss_scale_is_a_number_above_0_or_dynamic(value):
+    with pytest.raises(ValidationError):
+        TrainConfig(loss_scale=value)
+
+
+def test_the_number_of_buckets_counts_where_there_are_buckets():
+    assert TokenizeConfig().key_fields() == TokenizeConfig(buckets=7).key_fields()
+    assert TokenizeConfig(packing="buckets").key_fields() != TokenizeConfig(packing="buckets", buckets=7).key_fields()
 
 
 def test_a_configuration_is_frozen():

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from schemas.config import LlmConfig
-from schemas.errors import InputError, StageError
+from schemas.errors import ConfigError, InputError, StageError
 from schemas.manifest import StageJob
 from schemas.reports import SplitStatistics, TokenizeReport, TrainReport, TrainTimings
 from tasks import train
@@ -198,6 +198,7 @@ def test_leaves_an_adapter_its_optimizer_a_report_and_a_curve(plain, tokens):
         "adapted_layers": 3,
         "real_token_share": report.real_token_share,
         "graph_shapes": 1,
+        "skipped_steps": 0,
     }
     assert result.metrics["validation_loss"] < losses[0] - 0.2
     timings = TrainTimings.model_validate_json((Path(made.output) / "timings.json").read_text())
@@ -272,6 +273,29 @@ def test_packed_training_rows_are_validated_on_where_nothing_was_held_out(job, t
     apart = TokenRows(folder / "train", by_segment=True)
     assert len(apart) == 12
     assert report_of(made).validation[-1].loss == pytest.approx(loss_of_adapter(made, apart), rel=1e-5)
+
+
+def test_a_float16_training_scales_its_loss_and_leaves_a_float32_adapter(job, plain, monkeypatch):
+    from tasks.models.train_step import LossScale
+
+    monkeypatch.setattr(LossScale, "FIRST", 2.0**40)  # beyond float16: the first steps overflow
+    made = job(precision="float16", recompute=True, max_steps=40)
+    train.run(made, CONTEXT)
+    report, wanted = report_of(made), report_of(plain[0])
+    assert report.skipped_steps[:6] == tuple(range(1, 7))
+    assert len(report.skipped_steps) < 30
+    assert [point.step for point in report.curve] == [step for step in range(1, 41) if step not in report.skipped_steps]
+    assert report.validation[0].loss == pytest.approx(wanted.validation[0].loss, abs=0.01)
+    assert report.validation[0].loss != wanted.validation[0].loss
+    assert min(point.loss for point in report.validation) < report.validation[0].loss - 0.1
+    tensors = load_file(Path(made.output) / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float32)}
+
+
+def test_recomputed_layers_make_the_same_bytes(job, plain):
+    made = job(recompute=True)
+    train.run(made, CONTEXT)
+    assert digests(made) == digests(plain[0])
 
 
 def test_what_is_only_logged_or_saved_between_does_not_change_a_byte(job, plain):
@@ -371,6 +395,7 @@ def test_only_the_adapter_changes(job, tokens):
             InputError,
             r"train.warmup_steps \(30\) must be below the number of steps \(30, from 22",
         ),
+        ({"precision": "bfloat16"}, ConfigError, r"bfloat16, but MindSpore can't compute in it on a CPU"),
         ({"lora": {"target_modules": ["qproj"]}}, InputError, r"target_modules names qproj, which match no layer"),
         # a rate that is 0 in float32: nothing moves
         ({"learning_rate": 1e-46, "warmup_steps": 0}, StageError, r"step 1 left every trainable weight unchanged"),

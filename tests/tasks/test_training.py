@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import StageError
+from tasks import training
 from tasks.batches import MicroBatch
 from tasks.checkpoints import Checkpoints
 from tasks.stages import StageContext
@@ -211,3 +212,24 @@ def test_log_lines_say_step_loss_rate_norm_speed_and_time_left(start, caplog):
     (line,) = [record.message for record in caplog.records if "step 3/10" in record.message]
     assert line.startswith("step 3/10: loss 2.5000, learning rate 3.00e-01, gradient norm 0.500, ")
     assert line.endswith("trained tokens/s, 0:00:00 left")
+
+
+def test_steps_left_out_are_counted_and_not_on_the_curve(start, caplog):
+    caplog.set_level("INFO", logger="mindtune.training")
+    bad = {1: math.inf, 2: math.nan, 6: math.inf}
+    step = FakeStep(norms=bad, losses={6: math.nan})
+    outcome = start(step, may_skip=True).run()
+    assert outcome.progress.skipped == (1, 2, 6)
+    assert [point.step for point in outcome.progress.curve] == [3, 4, 5, 7, 8, 9, 10]
+    assert "step 6 is left out" in caplog.text
+
+
+def test_too_many_steps_left_out_in_a_row_are_an_error_that_names_them(start, monkeypatch):
+    monkeypatch.setattr(training, "MOST_SKIPPED", 3)
+    with pytest.raises(StageError, match=r"gradients of 4 steps \(the first 2, the last 7\) were not finite"):
+        start(FakeStep(norms=dict.fromkeys((2, 5, 6, 7), math.inf)), may_skip=True).run()
+
+
+def test_a_training_without_a_good_step_is_an_error(start):
+    with pytest.raises(StageError, match=r"gradients of 10 steps \(the first 1, the last 10\)"):
+        start(FakeStep(norms=dict.fromkeys(range(1, 11), math.nan)), may_skip=True).run()

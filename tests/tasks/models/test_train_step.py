@@ -8,7 +8,7 @@ from mindspore import nn, ops
 from tasks.batches import MicroBatch
 from tasks.models.adamw import AdamW
 from tasks.models.loss import AnswerLoss
-from tasks.models.train_step import TrainStep
+from tasks.models.train_step import LossScale, TrainStep
 
 VOCABULARY, WIDTH, RANK = 11, 6, 3
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.99, 1e-3, 0.1
@@ -101,11 +101,11 @@ def pad(rows, batch_size=4, length=8, pad_id=0):
     return MicroBatch(ids, labels, np.ones_like(ids), np.tile(np.arange(length, dtype=np.int32), (batch_size, 1)), 0, 0)
 
 
-def make_step(max_norm=None, decay=DECAY):
+def make_step(max_norm=None, decay=DECAY, loss_scale=None):
     model = Bigram()
     weights = ms.ParameterTuple(model.trainable_params())
     optimizer = AdamW(weights, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, weight_decay=decay)
-    return model, TrainStep(AnswerLoss(model), weights, optimizer, max_norm)
+    return model, TrainStep(AnswerLoss(model), weights, optimizer, max_norm, loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05, 100.0])
@@ -185,3 +185,69 @@ def test_weight_decay_is_decoupled_and_scaled_by_the_learning_rate():
     step([pad(rows)], 1, 0.1)
     free([pad(rows)], 1, 0.1)
     np.testing.assert_allclose(free_model.lora_b.asnumpy() - model.lora_b.asnumpy(), 0.1 * 0.5 * start, atol=1e-6)
+
+
+@pytest.mark.parametrize("make_scale", [lambda: 1024.0, lambda: 3.0, LossScale])
+def test_a_loss_scale_is_divided_out_before_clipping(rows, make_scale):
+    plain_model, plain = make_step(0.05)
+    scaled_model, scaled = make_step(0.05, loss_scale=make_scale())
+    for number in (1, 2, 3):
+        loss, norm = plain([pad(rows[:4]), pad(rows[4:])], number, 0.05)
+        found_loss, found_norm = scaled([pad(rows[:4]), pad(rows[4:])], number, 0.05)
+        assert float(norm) > 0.05
+        assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
+        assert float(found_norm) == pytest.approx(float(norm), rel=1e-6)
+    np.testing.assert_allclose(scaled_model.lora_a.asnumpy(), plain_model.lora_a.asnumpy(), atol=1e-6)
+    np.testing.assert_allclose(scaled_model.lora_b.asnumpy(), plain_model.lora_b.asnumpy(), atol=1e-6)
+
+
+def test_steps_whose_gradients_overflow_leave_no_trace(rows, monkeypatch):
+    monkeypatch.setattr(LossScale, "FIRST", 2.0**150)  # far beyond float32
+    plain_model, plain = make_step(0.5)
+    model, step = make_step(0.5, loss_scale=LossScale())
+    start = step.state()
+    number = 1
+    while not np.isfinite(float(step([pad(rows[:4])], number, 0.05)[1])):
+        after = step.state()
+        assert step.loss_scale.value == 2.0 ** (150 - number)
+        assert all(np.array_equal(after[name], start[name]) for name in start if name != "loss_scale")
+        number += 1
+    assert 10 < number < 40
+    # the first good step is AdamW's first, and the sums of the bad ones are gone
+    plain([pad(rows[:4])], 1, 0.05)
+    np.testing.assert_allclose(model.lora_a.asnumpy(), plain_model.lora_a.asnumpy(), atol=1e-6)
+    np.testing.assert_allclose(model.lora_b.asnumpy(), plain_model.lora_b.asnumpy(), atol=1e-6)
+
+
+def test_a_loss_scale_falls_at_once_to_1_at_least_and_grows_slowly(monkeypatch):
+    monkeypatch.setattr(LossScale, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(LossScale, "FIRST", 4.0)
+    scale = LossScale()
+    values = []
+    for finite in (True, True, False, True, True, True, True, False, False, False, False, True):
+        scale.after(finite)
+        values.append(scale.value)
+    assert values == [4, 4, 2, 2, 2, 4, 4, 2, 1, 1, 1, 1]
+    assert scale.updates == 7
+    other = LossScale()
+    other.restore(scale.state())
+    for _ in range(2):
+        scale.after(True)
+        other.after(True)
+    assert (other.value, other.updates) == (scale.value, scale.updates) == (2, 9)
+    monkeypatch.setattr(LossScale, "HIGHEST", 2.0)
+    for _ in range(6):
+        scale.after(True)
+    assert scale.value == 2
+
+
+def test_a_restored_loss_scale_goes_on_bit_for_bit(rows):
+    _, straight = make_step(1.0, loss_scale=LossScale())
+    _, resumed = make_step(1.0, loss_scale=LossScale())
+    straight([pad(rows[:4])], 1, 0.05)
+    saved = straight.state()
+    straight([pad(rows[3:])], 2, 0.05)
+    resumed([pad(rows[:4])], 1, 0.9)
+    resumed.restore(saved)
+    resumed([pad(rows[3:])], 2, 0.05)
+    assert all(np.array_equal(resumed.state()[name], array) for name, array in straight.state().items())
