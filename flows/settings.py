@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from schemas.config import EnvConfig, LlmConfig
+from schemas.config import DataSource, EnvConfig, LlmConfig
 from schemas.errors import ConfigError
 from schemas.manifest import StageName
 from tasks.locations import is_path
@@ -127,7 +127,7 @@ def validate(values: Mapping[str, Any], source: str) -> LlmConfig:
     try:
         return LlmConfig.model_validate(values)
     except ValidationError as error:
-        problems = "\n".join(f"  {_problem(item)}" for item in error.errors(include_url=False))
+        problems = "\n".join(f"  {_problem(item)}" for item in _telling(error.errors(include_url=False)))
         raise ConfigError("config.invalid", source=source, problems=problems) from error
 
 
@@ -173,10 +173,19 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
         if not isinstance(parent, dict) or field[-1] not in parent:
             continue
         value = parent[field[-1]]
+        if field[0] == "data" and isinstance(value, str | dict):
+            value = [value]
         if isinstance(value, str):
-            parent[field[-1]] = _absolute(value, folder) if field[0] != "data" else [_absolute(value, folder)]
+            parent[field[-1]] = _absolute(value, folder)
         elif isinstance(value, list):
-            parent[field[-1]] = [_absolute(item, folder) if isinstance(item, str) else item for item in value]
+            parent[field[-1]] = [_with_absolute_path(item, folder) for item in value]
+
+
+def _with_absolute_path(item: Any, folder: Path) -> Any:
+    """An entry of data.train or data.validation: a path, or a mapping with one."""
+    if isinstance(item, dict) and isinstance(item.get("path"), str):
+        return {**item, "path": _absolute(item["path"], folder)}
+    return _absolute(item, folder) if isinstance(item, str) else item
 
 
 def _absolute(text: str, folder: Path) -> str:
@@ -184,11 +193,27 @@ def _absolute(text: str, folder: Path) -> str:
         return text
     variables = {"MINDTUNE_DATA": str(PROJECT.parent / "shared" / "data"), **os.environ}
     filled = string.Template(text).safe_substitute(variables)
-    return os.path.normpath(folder / Path(filled).expanduser()) if filled.strip() else filled
+    if "://" in filled or not filled.strip():
+        return filled
+    return os.path.normpath(folder / Path(filled).expanduser())
+
+
+def _telling(items: Sequence[Any]) -> list[Any]:
+    """The problems without those that pydantic adds to a data source that is not valid: that it is no path either, and
+    that too few of the list are left.
+    """
+
+    def follows(item: Any) -> bool:
+        if item["type"] == "string_type":
+            return isinstance(item["input"], dict) and "path" in item["input"]
+        below = [other for other in items if other["loc"][: len(item["loc"])] == item["loc"]]
+        return item["type"] == "too_short" and len(below) > 1
+
+    return [item for item in items if not follows(item)]
 
 
 def _problem(item: Any) -> str:
-    place = ".".join(str(part) for part in item["loc"]) or "(the whole)"
+    place = ".".join(str(part) for part in item["loc"] if part != DataSource.__name__) or "(the whole)"
     if item["type"] == "extra_forbidden":
         known = _fields_at(item["loc"][:-1])
         close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.7)
@@ -206,6 +231,9 @@ def _problem(item: Any) -> str:
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
     model: Any = LlmConfig
     for part in location:
+        if part == DataSource.__name__:
+            model = DataSource
+            continue
         field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
         model = field.annotation if field else None
     return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []

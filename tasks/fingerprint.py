@@ -5,13 +5,16 @@ planning does not read gigabytes of weights again; a file is remembered only onc
 since a clock tick can hide a second write.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from schemas.config import LlmConfig
-from tasks.data.sources import list_files
+from schemas.config import DataConfig, DataSource, LlmConfig
+from tasks.data.readers import named_errors
+from tasks.data.sources import DataFile, files_of
 from tasks.environment import host_fingerprint
 from tasks.files import digest_of, sha256_file, write_atomically
 from tasks.locations import MODEL_FILES, base_path, tokenizer_path
@@ -49,6 +52,19 @@ class FileDigests:
             self._changed = True
         return self._known[identity]
 
+    def of_remote(self, file: DataFile) -> str:
+        """SHA-256 (hex) of a remote file's content, remembered by URI, size and time."""
+        size, time_ns = file.stat()
+        identity = f"{file.path}:{size}:{time_ns}"
+        if identity not in self._known:
+            with named_errors(file), file.open() as raw:
+                digest = hashlib.file_digest(raw, "sha256").hexdigest()
+            if time_ns is None or file.stat() != (size, time_ns) or time.time() - time_ns / 1e9 < SETTLED_SECONDS:
+                return digest
+            self._known[identity] = digest
+            self._changed = True
+        return self._known[identity]
+
     def save(self) -> None:
         """Write the memory down; a failure only costs time later."""
         if not self._changed:
@@ -70,8 +86,8 @@ def source_digest(name: str, config: LlmConfig, digests: FileDigests) -> str:
     if name == "data":
         return digest_of(
             {
-                "train": [_data_digest(path, digests) for path in config.data.train],
-                "validation": [_data_digest(path, digests) for path in config.data.validation],
+                "train": [_data_digest(source, config.data, digests) for source in config.data.train],
+                "validation": [_data_digest(source, config.data, digests) for source in config.data.validation],
             }
         )
     if name == "tokenizer":
@@ -88,12 +104,24 @@ def source_digest(name: str, config: LlmConfig, digests: FileDigests) -> str:
     raise ValueError(f"unknown source {name}")
 
 
-def _data_digest(path: str, digests: FileDigests) -> str | list[list[str]]:
-    """A file counts by its content; in a folder the names of the files count as well."""
-    files = list_files([path])
-    if Path(path).is_dir():
-        return [[file.name, digests.of_file(file.path)] for file in files]
-    return digests.of_file(files[0].path)
+def _data_digest(source: str | DataSource, data: DataConfig, digests: FileDigests) -> Any:
+    """What a source counts by.
+
+    A file counts by its content, and by its name as far as that decides how it is read; in a folder or glob the names
+    count as well, and so do settings that a source has of its own.
+    """
+    files = files_of(source, data)
+    content = [
+        [file.name, *_file_digest(file, digests)] if file.listed else _file_digest(file, digests) for file in files
+    ]
+    if isinstance(source, str):
+        return content
+    return {"content": content, **source.model_dump(mode="json", exclude={"path"})}
+
+
+def _file_digest(file: DataFile, digests: FileDigests) -> list[str]:
+    digest = digests.of_file(file.path) if isinstance(file.path, Path) else digests.of_remote(file)
+    return [digest] if file.read_as is None else [digest, file.read_as]
 
 
 def _folder_digest(folder: Path, names: Sequence[str], digests: FileDigests) -> str:

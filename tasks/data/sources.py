@@ -1,26 +1,50 @@
-"""Which files a configuration names, and whether they hold records at all: what is looked at before any stage runs.
+"""Which files a configuration names, how their bytes are opened, and what tells their container.
 
-Owns the rule that tells a JSON array from JSON Lines, which `readers` follows. Only the standard library is imported
-here, and never more than the first megabyte of a file is read.
+A path of the configuration is a file, a folder, a glob (`*`, `?`, `[...]`, `**` for folders at any depth) or a URI of
+one of these that `pyarrow.fs` opens (`s3://bucket/data/*.jsonl`, `hdfs://`, `file://`). A folder stands for its data
+files at any depth, in the order of their paths; `.txt` files in it are passed over, since folders hold a README.txt or
+a LICENSE.txt more often than texts to train on: name them, or a glob of them.
+
+The container is told by what stands in the file where that is sure, else by the name (`train.csv`, `train.csv.gz`):
+
+    parquet, arrow   begins with their magic bytes (Arrow IPC files and streams)
+    array, lines     the first character that is no blank is `[`, or something else: JSON array, JSON Lines
+    csv, tsv         the name ends so
+    text             the name ends with .txt, and the first line is neither a JSON object nor the start of an array
+    gzip, zstd       begins with their magic bytes; what is inside is judged by the same rules
+
+Only the standard library is imported here, pyarrow where a file needs it.
 """
 
 import codecs
+import gzip
+import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+from urllib.parse import quote, unquote
 
+from schemas.config import DataConfig, DataSource, RecordFormat
 from schemas.errors import InputError
 
-SUFFIXES = (".json", ".jsonl")
-HEAD_BYTES = 1_000_000
-JSON_BLANKS = " \t\r\n"
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-SHOWN = 40  # characters of a file that an error shows
-_JSON = json.JSONDecoder(parse_int=str)  # int refuses numbers of more than 4300 digits
+Container = Literal["array", "lines", "csv", "tsv", "text", "parquet", "arrow"]
 
-FileKind = Literal["array", "lines"]
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # of the files of a folder
+COMPRESSED = (".gz", ".zst")
+HEAD_BYTES = 1_000_000
+BLOCK_BYTES = 1 << 20
+JSON_BLANKS = " \t\r\n"
+
+_BY_NAME: Mapping[str, Container] = {".csv": "csv", ".tsv": "tsv", ".txt": "text"}
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PARQUET = b"PAR1"
+_ARROW = (b"ARROW1\0\0", b"\xff\xff\xff\xff")  # IPC file; IPC stream
+_ARRAY_OF_OBJECTS = re.compile(r"\[\s*\{")
 
 
 @dataclass(frozen=True)
@@ -28,58 +52,171 @@ class DataFile:
     """A data file of the configuration.
 
     Args:
-        path: where it lies.
-        name: what reports call it: the file's own name, or its path below the folder that was named.
+        path: where it lies; a text is a URI.
+        name: what reports call it: the file's own name, or its path below the folder or glob that was named.
+        format: what its records look like.
+        columns: names that it uses instead of a format's own.
+        weight: how often each of its records is seen in an epoch, see `readers.copies_of`.
+        listed: a folder or a glob was named, not the file itself.
     """
 
-    path: Path
+    path: Path | str
     name: str
+    format: RecordFormat = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    listed: bool = False
+
+    def open(self) -> Any:
+        """Its bytes as they lie: a binary file that can `read`, `seek` and `tell`.
+
+        Raises:
+            InputError: data.uri.
+            OSError: it can't be opened.
+        """
+        if isinstance(self.path, Path):
+            return self.path.open("rb")
+        system, inside = _file_system(self.path)
+        return io.BufferedReader(system.open_input_file(inside), BLOCK_BYTES)  # few requests over the network
+
+    def stat(self) -> tuple[int, int | None]:
+        """Its size in bytes and the time of its last change in ns; None where the file system keeps none."""
+        if isinstance(self.path, Path):
+            found = self.path.stat()
+            return found.st_size, found.st_mtime_ns
+        system, inside = _file_system(self.path)
+        info = system.get_file_info(inside)
+        return info.size or 0, info.mtime_ns
+
+    @property
+    def read_as(self) -> Container | None:
+        """The container that its name alone decides, None where its content does."""
+        return _BY_NAME.get(PurePosixPath(self.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix)
 
 
-def list_files(paths: Sequence[str]) -> tuple[DataFile, ...]:
-    """The data files that some paths stand for, in this order; a folder stands for its sorted .json and .jsonl files.
-
-    Raises:
-        InputError: a path does not exist, or a folder holds no such file at any depth.
-    """
-    found: list[DataFile] = []
-    for text in paths:
-        path = Path(text)
-        if path.is_file():
-            found.append(DataFile(path, _readable(path.name)))
-        elif path.is_dir():
-            inside = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
-            if not inside:
-                raise InputError("data.folder_empty", path=path)
-            named = sorted((file.relative_to(path).as_posix(), file) for file in inside)
-            found += [DataFile(file, _readable(name)) for name, file in named]
-        else:
-            raise InputError("data.file_missing", path=path)
-    return tuple(found)
-
-
-def file_kind(path: Path) -> FileKind:
-    """Whether a file is one JSON array or JSON Lines: by its first character that is no blank, not by its name."""
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        while block := file.read(4096):
-            if start := block.lstrip(JSON_BLANKS):
-                return "array" if start[0] == "[" else "lines"
-    return "lines"
-
-
-def sniff(path: Path) -> None:
-    """Refuse a file whose first megabyte holds no whole JSON object as a record.
-
-    In an array it is enough that one element is an object, in JSON Lines that one line is; what follows is read, and
-    reported, by the stage `tokenize`. A record of more than a megabyte in the first place is refused as well: it is
-    longer than any text that could be trained on.
+def training_files(data: DataConfig) -> tuple[DataFile, ...]:
+    """The files to train on, folders and globs spelled out.
 
     Raises:
-        InputError: data.no_record, with the reason.
+        InputError: a path does not exist, or a folder or glob holds no data file.
     """
-    problem = _problem(path)
-    if problem is not None:
-        raise InputError("data.no_record", path=path, problem=problem)
+    return tuple(file for source in data.train for file in files_of(source, data))
+
+
+def validation_files(data: DataConfig) -> tuple[DataFile, ...]:
+    """The files that are held out whole; raises like `training_files`."""
+    return tuple(file for source in data.validation for file in files_of(source, data))
+
+
+def files_of(source: str | DataSource, data: DataConfig) -> tuple[DataFile, ...]:
+    """The files of one entry of the configuration; raises like `training_files`."""
+    if isinstance(source, str):
+        source = DataSource(path=source)
+    record_format = data.format if source.format is None else source.format
+    columns = data.columns if source.columns is None else source.columns
+    listed, found = _remote(source.path) if "://" in source.path else _local(source.path)
+    return tuple(
+        DataFile(path, _readable(name), record_format, {**columns}, source.weight, listed=listed)
+        for path, name in found
+    )
+
+
+def _local(text: str) -> tuple[bool, list[tuple[Path | str, str]]]:
+    """Whether a path stands for a folder or glob, and its files with their names."""
+    path = Path(text)
+    if path.is_file():
+        return False, [(path, path.name)]
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if _is_data_name(file.name) and file.is_file()]
+        return True, list(_named(path, found, text))
+    base, pattern = _split_glob(text)
+    if not pattern:
+        raise InputError("data.file_missing", path=text)
+    return True, list(_named(Path(base), [file for file in Path(base).glob(pattern) if file.is_file()], text))
+
+
+def _named(base: Path, files: Sequence[Path], text: str) -> Iterator[tuple[Path | str, str]]:
+    if not files:
+        raise InputError("data.folder_empty", path=text, suffixes=" ".join(SUFFIXES))
+    for name, file in sorted((file.relative_to(base).as_posix(), file) for file in files):
+        yield file, name
+
+
+def _remote(uri: str) -> tuple[bool, list[tuple[Path | str, str]]]:
+    """The same for a URI; in it `?` begins the options of the file system and is no wildcard."""
+    from pyarrow import fs
+
+    location, mark, options = uri.partition("?")
+    base, pattern = _split_glob(location, "*[")
+    system, inside = _file_system(base + mark + options)
+    try:
+        info = system.get_file_info(inside)
+        if info.type == fs.FileType.File and not pattern:
+            return False, [(uri, PurePosixPath(inside).name)]
+        if info.type != fs.FileType.Directory:
+            raise InputError("data.file_missing", path=uri)
+        infos = system.get_file_info(fs.FileSelector(inside, recursive=True))
+    except OSError as error:
+        raise InputError("data.uri", uri=uri, problem=_one_line(error)) from error
+    names = sorted(str(PurePosixPath(each.path).relative_to(inside)) for each in infos if each.type == fs.FileType.File)
+    wanted = PurePosixPath(pattern).parts
+    names = [
+        name for name in names if (_matches(PurePosixPath(name).parts, wanted) if pattern else _is_data_name(name))
+    ]
+    if not names:
+        raise InputError("data.folder_empty", path=uri, suffixes=" ".join(SUFFIXES))
+    return True, [(f"{base.rstrip('/')}/{quote(name)}{mark}{options}", name) for name in names]
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    """The pyarrow file system of a URI, and the path inside it."""
+    import pyarrow
+
+    location, mark, options = uri.partition("?")
+    folder, _, name = location.rstrip("/").rpartition("/")
+    try:
+        if folder.endswith(":/"):  # nothing above it
+            return _resolve(uri)
+        system, inside = _resolve(folder + mark + options)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError("data.uri", uri=uri, problem=_one_line(error)) from error
+    return system, f"{inside.rstrip('/')}/{unquote(name)}"
+
+
+@cache
+def _resolve(uri: str) -> tuple[Any, str]:
+    # once for each folder: for S3 it asks the network for the region of the bucket
+    from pyarrow import fs
+
+    system, inside = fs.FileSystem.from_uri(uri)
+    return system, str(inside)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()).rstrip('.')}."
+
+
+def _split_glob(text: str, wildcards: str = "*?[") -> tuple[str, str]:
+    """A path as the folder before its first wildcard, and the pattern below it; the pattern is empty without one."""
+    parts = text.split("/")
+    for place, part in enumerate(parts):
+        if any(wildcard in part for wildcard in wildcards):
+            return "/".join(parts[:place]) or ("/" if text.startswith("/") else "."), "/".join(parts[place:])
+    return text, ""
+
+
+def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a path matches a pattern, part by part; `**` stands for any number of folders."""
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        return _matches(parts, wanted[1:]) or (bool(parts) and _matches(parts[1:], wanted))
+    return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+
+
+def _is_data_name(name: str) -> bool:
+    path = PurePosixPath(name.lower())
+    return (PurePosixPath(path.stem) if path.suffix in COMPRESSED else path).suffix in SUFFIXES
 
 
 def _readable(name: str) -> str:
@@ -87,77 +224,54 @@ def _readable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _problem(path: Path) -> str | None:
-    """Why a file's first megabyte holds no record, or None when it holds one."""
+def decompress(raw: Any) -> Any:
+    """The bytes of an opened file, out of gzip or zstd where its first bytes say so; the file is read from its start.
+
+    Raises:
+        OSError, EOFError, zlib.error: on reading, where the compressed data is damaged.
+    """
+    magic = raw.read(len(_ZSTD))
+    raw.seek(0)
+    if magic.startswith(_GZIP):
+        return gzip.GzipFile(fileobj=raw)
+    if magic == _ZSTD:
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), BLOCK_BYTES)
+    return raw
+
+
+def container_of(file: DataFile) -> Container:
+    """What a file's records stand in.
+
+    Raises:
+        OSError, EOFError, zlib.error: it can't be read.
+    """
+    with file.open() as raw, decompress(raw) as stream:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape")
+        start = ""
+        block = stream.read(HEAD_BYTES if file.read_as == "text" else 4096)
+        if block.startswith(_PARQUET):
+            return "parquet"
+        if block.startswith(_ARROW):
+            return "arrow"
+        if file.read_as in ("csv", "tsv"):
+            return file.read_as
+        while block and not start:
+            start = decoder.decode(block).lstrip(JSON_BLANKS)
+            block = stream.read(4096)
+    if file.read_as == "text":
+        is_json = _ARRAY_OF_OBJECTS.match(start) or _begins_with_object(start)
+        if not is_json:
+            return "text"
+    return "array" if start.startswith("[") else "lines"
+
+
+def _begins_with_object(text: str) -> bool:
+    if not text.startswith("{"):
+        return False
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES + 1)
-    except OSError as error:
-        return f"it can't be read ({error.strerror})."
-    is_cut = len(head) > HEAD_BYTES
-    head = head[:HEAD_BYTES]
-    if head.startswith(UTF16_MARKS):
-        return "it is UTF-16, not UTF-8."
-    # a character that the cut went through is waited for, and so left out; any other bad byte becomes half a pair
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape")
-    text = decoder.decode(head, final=not is_cut)
-    start = text.lstrip(JSON_BLANKS)
-    if not start:
-        return "the first megabyte is blank." if is_cut else "it is empty."
-    if start[0] == "[":
-        return _array_problem(text, is_cut)
-    return _lines_problem(text, start, is_cut)
-
-
-def _array_problem(text: str, is_cut: bool) -> str | None:
-    position = text.index("[") + 1
-    elements = 0
-    while True:
-        position = _skip_blanks(text, position)
-        if text[position : position + 1] == "]":
-            return f"none of the array's {elements} elements is an object." if elements else "the array is empty."
-        try:
-            element, position = _JSON.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            if is_cut:
-                return "no element of the array is an object that is whole within it."
-            return f"the array is broken near line {error.lineno}, column {error.colno} ({error.msg})."
-        except RecursionError:
-            return "the array is nested too deeply."
-        if isinstance(element, dict):
-            return None
-        elements += 1
-        position = _skip_blanks(text, position)
-        if text[position : position + 1] == ",":
-            position += 1
-
-
-def _lines_problem(text: str, start: str, is_cut: bool) -> str | None:
-    lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]
-    if any(isinstance(_value(line.strip().removeprefix("\ufeff")), dict) for line in lines):
-        return None
-    if "\0" in text:
-        return "it is binary, not text."
-    if is_cut and len(lines) == 1:
-        return "its first line is longer than that."
-    try:
-        spread = isinstance(_JSON.raw_decode(start)[0], dict)
+        json.JSONDecoder(parse_int=str).decode(text.splitlines()[0])
     except (json.JSONDecodeError, RecursionError):
-        spread = False
-    if spread:
-        return "an object is spread over several lines; put each on one line, or all into an array."
-    return f"no line is a JSON object; it begins with {start.splitlines()[0][:SHOWN]!a}."
-
-
-def _value(line: str) -> object:
-    """What a line of JSON Lines holds, or None when it is no JSON."""
-    try:
-        return _JSON.decode(line)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    while text[position : position + 1] and text[position] in JSON_BLANKS:
-        position += 1
-    return position
+        return False
+    return True

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tasks.data.first_look import sniff
 from tasks.data.readers import RecordReader
 from tasks.data.records import Record
-from tasks.data.sources import DataFile, sniff
+from tasks.data.sources import DataFile
 
 
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
@@ -17,7 +18,7 @@ def test_the_records_are_exactly_those_expected(case_folder: Any, name: str) -> 
     path = case_folder(1) / name
     assert path.read_bytes().startswith(b"\xef\xbb\xbf")
     assert b"\r\n" in path.read_bytes()
-    sniff(path)
+    sniff(DataFile(path, name))
     items = list(RecordReader(DataFile(path, name)))
     assert expected["rejected"] == []
     assert [

@@ -12,6 +12,7 @@ from flows.settings import (
     parse_overrides,
     preset_names,
 )
+from schemas.config import DataSource
 from schemas.errors import ConfigError
 from tasks.plan import check_inputs
 
@@ -44,6 +45,36 @@ def test_a_base_model_in_a_package_or_on_a_hub_is_no_path(tmp_path):
         config = load_config(str(tmp_path / "my.yaml"))
         assert config.model.base == config.model.tokenizer == location
         assert load_config("stories260k", [f"model.base={location}"]).model.base == location
+
+
+def test_data_may_be_globs_uris_and_mappings(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUCKET", "b")
+    own = {"path": "own/*.csv", "weight": 0.5, "format": "alpaca", "columns": {"instruction": "question"}}
+    values = {"model": {"base": "base"}, "data": {"train": ["s3://${BUCKET}/x/*.jsonl", own], "validation": own}}
+    values["data"]["validation"] = {"path": "held.json"}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(values))
+    data = load_config(str(tmp_path / "my.yaml")).data
+    assert data.train == ("s3://b/x/*.jsonl", DataSource(**{**own, "path": str(tmp_path / "own/*.csv")}))
+    assert data.validation == (DataSource(path=str(tmp_path / "held.json")),)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{path: a.json, weight: 0}", "greater than 0"),
+        ("{path: a.json, wieght: 2}", "unknown setting; did you mean weight?"),
+        ("{path: a.json, columns: {instructon: q}}", "'instruction'"),
+    ],
+)
+def test_a_bad_setting_of_a_source_is_named(source, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config("stories260k", [f"data.train=[{source}]"])
+    assert words in caught.value.message
+
+
+def test_held_out_records_have_no_weight():
+    with pytest.raises(ConfigError, match=r"held\.json has the weight 2\.0; held-out records are seen once"):
+        load_config("stories260k", ["data.validation=[{path: held.json, weight: 2}]", "data.validation_share=null"])
 
 
 def test_environment_variables_are_filled_in(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from schemas.config import LlmConfig
 from tasks import fingerprint
+from tasks.data.sources import DataFile
 from tasks.fingerprint import FileDigests, source_digest
 
 
@@ -120,3 +121,57 @@ def test_a_gguf_file_counts_whole_as_base_and_as_tokenizer(tmp_path, digests):
     assert {name: source_digest(name, _config(tmp_path / "copy.gguf", tmp_path), digests) for name in first} == first
     path.write_bytes(b"GGUF two")
     assert source_digest("base", _config(path, tmp_path), digests) != first["base"]
+
+
+def _data_digest(base: Path, digests: FileDigests, **data: object) -> str:
+    config = LlmConfig.model_validate({"model": {"base": str(base)}, "data": data})
+    return source_digest("data", config, digests)
+
+
+def test_a_file_counts_by_its_content_and_by_what_its_name_says_of_it(tmp_path, digests, stories):
+    for name in ("a.json", "b.json", "c.csv", "d.csv.gz", "e.txt"):
+        (tmp_path / name).write_text("{}")
+    made = {path.name: _data_digest(stories, digests, train=[str(path)]) for path in sorted(tmp_path.glob("?.*"))}
+    assert made["a.json"] == made["b.json"]
+    assert made["c.csv"] == made["d.csv.gz"]
+    assert len(set(made.values())) == 3
+
+
+def test_settings_of_a_source_count(tmp_path, digests, stories):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    sources = [
+        {},
+        {"weight": 2},
+        {"format": "text"},
+        {"columns": {"text": "x"}},
+    ]
+    made = {_data_digest(stories, digests, train=[{"path": str(path), **own}]) for own in sources}
+    assert len(made) == len(sources)
+
+
+def test_a_glob_counts_by_names_and_contents(tmp_path, digests, stories):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
+    before = _data_digest(stories, digests, train=[f"{tmp_path}/*.json"])
+    (tmp_path / "b.json").rename(tmp_path / "c.json")
+    assert _data_digest(stories, digests, train=[f"{tmp_path}/*.json"]) != before
+
+
+def test_a_remote_file_is_read_once_and_again_when_it_changes(tmp_path, digests, stories, monkeypatch):
+    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0.0)
+    reads = []
+    opened = DataFile.open
+    monkeypatch.setattr(DataFile, "open", lambda file: reads.append(file.path) or opened(file))
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    uri = path.as_uri()
+    first = _data_digest(stories, digests, train=[uri])
+    assert first == _data_digest(stories, digests, train=[str(path)])  # the place does not count
+    digests.save()
+    again = FileDigests(tmp_path / "memory.json")
+    assert _data_digest(stories, again, train=[uri]) == first
+    assert reads == [uri]
+    path.write_text("[]")
+    assert _data_digest(stories, again, train=[uri]) != first
+    assert reads == [uri, uri]
