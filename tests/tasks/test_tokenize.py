@@ -168,9 +168,7 @@ def test_all_texts_decide_what_is_held_out() -> None:
         (*exchange("a", "b"), *exchange("a", "b")),
         (Turn("assistant", "a"),),
     ]
-    sides = [
-        [is_held_out(Record("f", 0, None, turns), share / 64) for share in range(64)] for turns in conversations
-    ]
+    sides = [[is_held_out(Record("f", 0, None, turns), share / 64) for share in range(64)] for turns in conversations]
     assert len({tuple(side) for side in sides}) == len(conversations)
 
 
@@ -260,7 +258,7 @@ def test_nothing_left_to_train_on_is_an_error(
 def test_a_validation_file_without_a_usable_record_is_an_error(
     tokenize_files: Any, hundred: Path, tmp_path: Path
 ) -> None:
-    empty = write_lines(tmp_path / "validation.jsonl", [{"instruction": "a"}])
+    empty = write_lines(tmp_path / "validation.jsonl", [{"instruction": "a", "output": ""}])
     with pytest.raises(
         InputError, match=r"No record of data\.validation can be used.*Record 0 \(line 1\) of validation"
     ):
@@ -319,7 +317,7 @@ def test_progress_ends_at_the_size_of_all_files(
     assert {of for _, of, _ in progress} == {total}
     assert progress[-1] == (total, total, "150 records")
     assert [text for _, _, text in progress[:4]] == ["40 records", "80 records", "100 records", "140 records"]
-    assert hundred.stat().st_size < progress[120][0] < total
+    assert hundred.stat().st_size < progress[3][0] <= total
 
 
 def test_real_chinese_records_are_kept_but_for_those_without_an_answer(tokenize_files: Any, shared_data: Path) -> None:

@@ -15,7 +15,6 @@ from tasks.data.records import Turn
 from tasks.data.templates import TEMPLATES, Template
 
 
-
 def asked(text: str, question_input: str = "") -> list[Turn]:
     return [Turn("user", text, question_input)]
 

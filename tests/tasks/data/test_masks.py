@@ -214,8 +214,8 @@ def test_a_plain_text_is_split_into_pieces_that_together_are_the_whole(encoder: 
     made = kept(turns, encoder, max_length=40, too_long="split")
     assert made.is_split
     assert len(made.rows) == -(-len(whole.input_ids) // 40)
-    assert sum((row.input_ids for row in made.rows), []) == whole.input_ids
-    assert sum((row.labels for row in made.rows), []) == whole.labels
+    assert [i for row in made.rows for i in row.input_ids] == whole.input_ids
+    assert [label for row in made.rows for label in row.labels] == whole.labels
     assert all(len(row.input_ids) <= 40 for row in made.rows)
     assert min(len(row.input_ids) for row in made.rows) >= 20
     assert [row.input_ids.count(encoder.eos_id) for row in made.rows] == [0] * (len(made.rows) - 1) + [1]
@@ -251,7 +251,9 @@ def test_rows_that_would_be_trained_wrongly_are_never_passed_on(
             super().__init__(input_ids, [*labels[1:], IGNORE_LABEL])
 
     monkeypatch.setattr(masks, "TokenRow", Shifted)
-    with pytest.raises(StageError, match=r"Record 3 of data\.json would be trained wrongly: labels are shifted \(token"):
+    with pytest.raises(
+        StageError, match=r"Record 3 of data\.json would be trained wrongly: labels are shifted \(token"
+    ):
         rows(TALK, encoder)
 
 
