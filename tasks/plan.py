@@ -15,7 +15,7 @@ from schemas.errors import InputError
 from schemas.manifest import ArtifactRef, Manifest, StageName
 from schemas.reports import EnvReport
 from tasks.code import code_digests
-from tasks.data.sources import list_files, sniff
+from tasks.data.first_look import check_data
 from tasks.environment import guess_device
 from tasks.files import digest_of
 from tasks.fingerprint import FileDigests, source_digest
@@ -171,8 +171,7 @@ def check_inputs(config: LlmConfig, stages: Sequence[StageName] = tuple(STAGES))
     """
     sources = {source for stage in stages for source in STAGES[stage].sources}
     if "data" in sources:
-        for file in list_files([*config.data.train, *config.data.validation]):
-            sniff(file.path)
+        check_data(config.data)
     if not sources & {"base", "tokenizer"} or not_downloaded(config.model):
         return
     base = base_path(config.model)
