@@ -18,13 +18,14 @@ import typer
 from rich.console import Console
 
 from flows import reference, view
+from flows.chat import chat, end_answer, open_conversation, write_piece
 from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
 from flows.settings import artifact_root, load_config, preset_names
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
-from schemas.errors import EXIT_FAILED, MindtuneError, StoreError
+from schemas.errors import EXIT_FAILED, ConfigError, MindtuneError, StoreError
 from schemas.manifest import RunRecord, StageName
-from tasks.plan import Planner, check_inputs, device_of, explain
+from tasks.plan import Planner, check_inputs, explain
 from tasks.stages import STAGES
 from tasks.store import Store
 
@@ -134,38 +135,39 @@ def show(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Option("--prompt", help="The instruction to answer.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The question; without it a chat.")] = None,
     run: RunName = "latest",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Share of the probability that is kept, above 0 to 1.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    system: Annotated[str | None, typer.Option(help="A system turn to begin with.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of the probability that is kept, above 0 to 1.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt with the MindIR of a run."""
+    """Answer a question with the MindIR of a run as the answer comes, or chat with it on a terminal.
+
+    Settings that are left out are those of the run's evaluation.
+    """
 
     def work() -> tuple[dict[str, Any], Any]:
-        from tasks.answer import answer
-
-        store = Store(artifact_root())
-        record = store.read_run(run)
-        if why := record.stale_stages().get("export"):
-            logging.getLogger("mindtune.cli").warning(
-                "the exported model is stale: %s; run merge and export again", why
-            )
-        env, mindir = pinned_artifacts(store, record, ["validate_env", "export"], "generate")
-        document = answer(
-            store.open(mindir),
-            record.config.tokenize.template,
-            prompt,
-            device=device_of(store, env),
+        if prompt is None and (as_json or not (sys.stdin.isatty() and sys.stdout.isatty())):
+            raise ConfigError("generate.no_prompt")
+        record, conversation = open_conversation(
+            Store(artifact_root()),
+            run,
+            system,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            system=record.config.tokenize.system,
         )
-        return {"run": record.run, **document}, document["text"]
+        if prompt is None:
+            chat(conversation)
+            return {}, None
+        reply = conversation.reply(prompt, (lambda piece: None) if as_json else write_piece)
+        if not as_json:
+            end_answer(reply)
+        return {"run": record.run, **vars(reply)}, None
 
     _answer(work, as_json)
 
@@ -269,6 +271,8 @@ def _answer(work: Callable[[], tuple[dict[str, Any], Any]], as_json: bool) -> No
     else:
         if as_json:
             sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+            return
+        if shown is None:  # it was printed as it came
             return
         if isinstance(shown, str):
             sys.stdout.write(shown + "\n")  # a model's text may look like markup

@@ -31,9 +31,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cli:
-    """The command line over one artifact root."""
+    """The command line over one artifact root, called in a folder."""
 
     root: Path
+    folder: Path = PROJECT
 
     def environment(self, **more: str) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -46,7 +47,7 @@ class Cli:
         done = subprocess.run(
             self.command(*arguments),
             env=self.environment(**environment),
-            cwd=PROJECT,
+            cwd=self.folder,
             capture_output=True,
             text=True,
             timeout=400,
