@@ -88,7 +88,7 @@ def tokenize_files(stories: Path, tmp_path: Path) -> Callable[..., Tokenized]:
         return [(row.input_ids.tolist(), row.labels.tolist()) for row in map(split.row, range(len(split)))]
 
     def run(*files: Path, tokenizer: Path = stories, base: Path = stories, **settings: Any) -> Tokenized:
-        data = {name: settings.pop(name) for name in ("validation", "on_bad", "max_rejected_share") if name in settings}
+        data = {name: settings.pop(name) for name in ("validation", "on_bad", "max_rejected_share", "replace") if name in settings}
         if "validation" not in data:
             data["validation_share"] = settings.pop("validation_share", 0)
         config = LlmConfig.model_validate(

@@ -100,6 +100,7 @@ TRAINED = TrainReport(
     adapted_layers=35,
     padded_lengths=(96,),
     real_token_share=0.541,
+    skipped_steps=(),
     segments_per_row=1.0,
     curve=tuple(
         CurvePoint(
@@ -412,6 +413,16 @@ def test_rows_that_were_trained_on_are_named_as_such(tmp_path: Path, chain: dict
     assert "all training rows" in text  # in the plot
     assert "Loss, training rows 4.480 →" in text
     assert not re.search("[Vv]alidation is over|Loss, held-out rows", text)
+
+
+def test_replaced_texts_and_steps_left_out_are_told(tmp_path: Path, chain: dict[StageName, Path]):
+    tokenized = TOKENIZED.model_copy(update={"replaced": {"{{name}}": 67}})
+    (chain["tokenize"] / "report.json").write_text(tokenized.model_dump_json(), encoding="utf-8")
+    trained = TRAINED.model_copy(update={"skipped_steps": (3, 9)})
+    (chain["train"] / "report.json").write_text(trained.model_dump_json(), encoding="utf-8")
+    text = Page(written(tmp_path, make_job(chain))).text
+    assert "{{name}} was replaced 67 times." in text
+    assert "Steps left out 2 (a gradient was not finite)" in text
 
 
 def test_proof_that_does_not_hold_is_told(tmp_path: Path, chain: dict[StageName, Path]):
