@@ -9,6 +9,7 @@ and the logits of some fixed ids at some positions; the greedy answer to one que
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -78,7 +79,13 @@ def main(path: Path) -> None:
         ],
     }
     target = Path(__file__).with_name("smollm2.json")
-    target.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    target.write_text(as_text(document), encoding="utf-8")
+
+
+def as_text(document: dict) -> str:
+    """JSON with each list of numbers on one line."""
+    text = json.dumps(document, ensure_ascii=False, indent=1)
+    return re.sub(r"\[[-\d.,\s]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def official(theirs: transformers.PreTrainedTokenizerFast) -> tokenizers.Tokenizer:
