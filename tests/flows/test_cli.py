@@ -15,6 +15,11 @@ def _bad_data(folder: Path) -> list[str]:
     return ["--set", f"data.train=[{folder / 'bad.json'}]"]
 
 
+def _other_keys(folder: Path) -> list[str]:
+    (folder / "keys.json").write_text('[{"q": "x", "a": "y"}]')
+    return ["--set", f"data.train=[{folder / 'keys.json'}]"]
+
+
 def _base_without_weights(folder: Path, stories: Path) -> list[str]:
     shutil.copytree(stories, folder / "base")
     (folder / "base" / "model.safetensors").unlink()
@@ -35,6 +40,7 @@ def _cut_weights(folder: Path, stories: Path) -> list[str]:
         ("negative rank", "config.invalid", "train.lora.rank"),
         ("missing data", "data.file_missing", "gone.json does not exist"),
         ("no record", "data.no_record", "bad.json"),
+        ("other keys", "data.unknown_keys", "{instruction: q, output: a}"),
         ("no weights", "model.no_weights", "no *.safetensors"),
         ("cut weights", "model.weights_unreadable", "model.safetensors"),
         ("no such layer", "lora.no_match", "q_porj"),
@@ -48,6 +54,7 @@ def test_bad_input_is_refused_before_any_stage(cli, tmp_path, stories, name, cod
         "negative rank": lambda: ["--set", "train.lora.rank=-4"],
         "missing data": lambda: ["--set", f"data.train=[{tmp_path / 'gone.json'}]"],
         "no record": lambda: _bad_data(tmp_path),
+        "other keys": lambda: _other_keys(tmp_path),
         "no weights": lambda: _base_without_weights(tmp_path, stories),
         "cut weights": lambda: _cut_weights(tmp_path, stories),
         "no such layer": lambda: ["--set", "train.lora.target_modules=[q_porj]"],
@@ -103,8 +110,8 @@ def test_too_little_disk_or_memory_is_not_fit_before_any_stage(cli):
 
 
 def test_a_stage_that_fails_is_told_once_and_recorded(cli, tmp_path):
-    (tmp_path / "keys.json").write_text('[{"prompt": "a", "response": "b"}]')
-    answer = cli("run", PRESET, "--set", f"data.train=[{tmp_path / 'keys.json'}]", "--json")
+    (tmp_path / "long.json").write_text(f'[{{"instruction": "a", "output": "{"b" * 9000}"}}]')
+    answer = cli("run", PRESET, "--set", f"data.train=[{tmp_path / 'long.json'}]", "--json")
     assert answer.code == 2
     assert answer.document["error"]["code"] == "data.nothing_left"
     assert answer.document["error"]["stage"] == "tokenize"
