@@ -53,7 +53,7 @@ class Rejected(Frozen):
 class SplitStatistics(Frozen):
     """One split (train or validation) of the tokenized data."""
 
-    records: int
+    records: int = Field(description="each counted once, whatever the weight of its source")
     rows: int = Field(description="rows of the shards; fewer than records where those are packed")
     tokens: int
     trained_tokens: int
@@ -62,19 +62,34 @@ class SplitStatistics(Frozen):
     histogram_counts: tuple[int, ...]
 
 
+class SourceCounts(Frozen):
+    """What became of the records of one data file; without its name, which is no part of the key."""
+
+    weight: float
+    rejected: int = 0
+    left_out: int = Field(default=0, description="records that a weight below 1 left out")
+    held_out: int = Field(default=0, description="records among the held-out rows, each once")
+    train: int = Field(default=0, description="records that are trained on")
+    seen: int = Field(default=0, description="how often those are seen in an epoch, all together")
+
+
 class TokenizeReport(Frozen):
-    """What `tokenize` read, kept and rejected. read = kept + rejected, and kept = the records of both splits."""
+    """What `tokenize` read. read = kept + left_out + rejected, and kept = the records of both splits."""
 
     template: TemplateName
     system: str | None = Field(default=None, description="the system turn that conversations without one were given")
     read: int
     kept: int
+    left_out: int = Field(default=0, description="records that the weights of their sources left out")
     rejected: int
     reasons: dict[str, int] = Field(description="rejected records by reason")
     cut: int = Field(default=0, description="kept records whose questions were shortened (tokenize.too_long)")
     split: int = Field(default=0, description="kept records in several rows, or with their last exchanges only")
     replaced: dict[str, int] = Field(default={}, description="how often each text of data.replace was replaced")
     numbers_as_text: int = Field(default=0, description="kept records with a number as a field, read as its text")
+    sources: tuple[SourceCounts, ...] = Field(
+        default=(), description="by file: those of data.train in order, then of data.validation, folders spelled out"
+    )
     train: SplitStatistics
     validation: SplitStatistics
     validation_is_training: bool = Field(description="nothing was held out: the training rows are evaluated")

@@ -4,10 +4,11 @@ Leaves `train/` and `validation/` (token shards, rows in the order of the files)
 `rejected.jsonl` (one Rejected a line).
 
 The counts add up: every record, and every line of JSON Lines that is neither blank nor a record, is read; it is either
-kept, in one split, or rejected with one reason; what a kept record becomes, `masks` says. Records are held out by a
-hash of their content, so that the choice depends neither on their order nor on the other records, and equal records
-stay together. Where nothing is held out, `validation/` is empty, the report says `validation_is_training`, and the
-training rows are evaluated.
+kept, in one split, or left out by the weight of its source, or rejected with one reason; what a kept record becomes,
+`masks` says. Records are held out by a hash of their content, so that the choice depends neither on their order nor on
+the other records, and equal records stay together. A record that the weight of its source shows more than once in an
+epoch has its rows among the training rows as often; among the held-out rows it is once. Where nothing is held out,
+`validation/` is empty, the report says `validation_is_training`, and the training rows are evaluated.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,12 @@ import numpy as np
 from schemas.config import LlmConfig
 from schemas.errors import InputError
 from schemas.manifest import StageJob, StageResult
-from schemas.reports import Rejected, SplitStatistics, TokenizeReport
+from schemas.reports import Rejected, SourceCounts, SplitStatistics, TokenizeReport
 from schemas.tables import IGNORE_LABEL
 from tasks.data.chat_template import open_template
 from tasks.data.encoding import Encoder
 from tasks.data.masks import RecordRows, TokenRow, make_rows, place_of
+from tasks.data.mixing import copies_of
 from tasks.data.packing import padded_lengths, padded_tokens
 from tasks.data.readers import RecordReader
 from tasks.data.records import Record
@@ -120,12 +122,27 @@ class _Rejects:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A record that has become rows."""
+class Made:
+    """A record that has become rows.
 
-    source: int
+    Args:
+        record: the record, texts replaced.
+        made: its rows.
+        is_held_out: they are no training rows.
+        copies: how often they stand in the split.
+    """
+
     record: Record
     made: RecordRows
+    is_held_out: bool
+    copies: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A record that the weight of its source leaves out."""
+
+    record: Record
 
 
 def run(job: StageJob, context: StageContext) -> StageResult:
@@ -140,44 +157,48 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     """
     config, output = job.config, Path(job.output)
     encoder = open_encoder(config)
-    training_count = len(training_files(config.data))
     template = open_template(config.tokenize.template, encoder, config.tokenize.system)
     counts: Counter[str] = Counter()
+    files = (*training_files(config.data), *validation_files(config.data))
+    sources: list[Counter[str]] = [Counter() for _ in files]
     replacer = Replacer(config.data.replace)
     with ExitStack() as stack:
         packed_length = config.tokenize.max_length if config.tokenize.packing == "pack" else None
         train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard, packed_length))
         validation = stack.enter_context(_Split(output / "validation", config.tokenize.rows_per_shard))
         rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
-        for made in _rows(config, template, encoder, replacer, context):
-            if isinstance(made, Rejected):
+        for source, item in make_all(config, template, encoder, replacer, context.report_progress):
+            if isinstance(item, Rejected):
                 if config.data.on_bad == "stop":
-                    raise InputError("data.bad_record", stage=STAGE, place=place_of(made), reason=made.reason)
-                rejects.add(made)
-                continue
-            if config.data.validation:
-                held_out = made.source >= training_count
+                    raise InputError("data.bad_record", stage=STAGE, place=place_of(item), reason=item.reason)
+                rejects.add(item)
+                sources[source].update(rejected=1)
+            elif isinstance(item, LeftOut):
+                sources[source].update(left_out=1)
             else:
-                held_out = is_held_out(made.record, config.data.held_out_share)
-            split = validation if held_out else train
-            for row in made.made.rows:
-                split.append(row, made.source, made.record.index)
-            split.records += 1
-            counts.update(numbers=made.record.has_number, cut=made.made.is_cut, split=made.made.is_split)
+                split = validation if item.is_held_out else train
+                for row in item.made.rows * item.copies:
+                    split.append(row, source, item.record.index)
+                split.records += 1
+                counts.update(numbers=item.record.has_number, cut=item.made.is_cut, split=item.made.is_split)
+                sources[source].update({"held_out": 1} if item.is_held_out else {"train": 1, "seen": item.copies})
     kept, rejected = train.records + validation.records, rejects.counts.total()
+    left_out = sum(source["left_out"] for source in sources)
     shapes = config.tokenize.buckets if config.tokenize.packing == "buckets" else 1
     lengths = padded_lengths(train.row_lengths + validation.row_lengths, shapes, config.tokenize.max_length)
     report = TokenizeReport(
         template=config.tokenize.template,
         system=config.tokenize.system,
-        read=kept + rejected,
+        read=kept + left_out + rejected,
         kept=kept,
+        left_out=left_out,
         rejected=rejected,
         reasons=dict(sorted(rejects.counts.items())),
         cut=counts["cut"],
         split=counts["split"],
         replaced=dict(replacer.counts),
         numbers_as_text=counts["numbers"],
+        sources=tuple(SourceCounts(weight=file.weight, **tally) for file, tally in zip(files, sources, strict=True)),
         train=train.statistics(),
         validation=validation.statistics(),
         validation_is_training=not validation.lengths,
@@ -231,28 +252,42 @@ def is_held_out(record: Record, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64 < share
 
 
-def _rows(
-    config: LlmConfig, template: Template, encoder: Encoder, replacer: Replacer, context: StageContext
-) -> Iterator[_Made | Rejected]:
-    """Every record in order: of the training files, then of the validation files, folders spelled out."""
-    readers = [RecordReader(file) for file in (*training_files(config.data), *validation_files(config.data))]
+def make_all(
+    config: LlmConfig,
+    template: Template,
+    encoder: Encoder,
+    replacer: Replacer,
+    report_progress: Callable[[int, int, str], None],
+) -> Iterator[tuple[int, Made | LeftOut | Rejected]]:
+    """What becomes of every record, in order, each with the number of its file: of the training files, then of the
+    validation files, folders spelled out.
+    """
+    training = training_files(config.data)
+    files = (*training, *validation_files(config.data))
+    readers = [RecordReader(file) for file in files]
     total = sum(reader.bytes_total for reader in readers)
     read, told = 0, time.monotonic()
-    for source, reader in enumerate(readers):
+    for source, (file, reader) in enumerate(zip(files, readers, strict=True)):
         for items in _batches(reader, replacer):
-            records = [item for item in items if isinstance(item, Record)]
+            copies = [copies_of(item, file.weight) if isinstance(item, Record) else 0 for item in items]
+            records = [item for item, count in zip(items, copies, strict=True) if isinstance(item, Record) and count]
             made = iter(make_rows(records, template, encoder, config.tokenize))
-            for item in items:
-                if isinstance(item, Record):
-                    rows = next(made)
-                    yield rows if isinstance(rows, Rejected) else _Made(source, item, rows)
+            for item, count in zip(items, copies, strict=True):
+                if isinstance(item, Rejected):
+                    yield source, item
+                elif not count:
+                    yield source, LeftOut(item)
+                elif isinstance(rows := next(made), Rejected):
+                    yield source, rows
+                elif source >= len(training) or is_held_out(item, config.data.held_out_share):
+                    yield source, Made(item, rows, True, 1)
                 else:
-                    yield item
+                    yield source, Made(item, rows, False, count)
             read += len(items)
             if time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
-                context.report_progress(sum(other.bytes_done for other in readers), total, f"{read} records")
-    context.report_progress(total, total, f"{read} records")
+                report_progress(sum(other.bytes_done for other in readers), total, f"{read} records")
+    report_progress(total, total, f"{read} records")
 
 
 def _batches(reader: RecordReader, replacer: Replacer) -> Iterator[list[Record | Rejected]]:

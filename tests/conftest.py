@@ -87,14 +87,20 @@ def tokenize_files(stories: Path, tmp_path: Path) -> Callable[..., Tokenized]:
         split = TokenRows(folder)
         return [(row.input_ids.tolist(), row.labels.tolist()) for row in map(split.row, range(len(split)))]
 
-    def run(*files: Path, tokenizer: Path = stories, base: Path = stories, **settings: Any) -> Tokenized:
-        data = {name: settings.pop(name) for name in ("validation", "on_bad", "max_rejected_share", "replace") if name in settings}
+    def run(
+        *files: Path | dict[str, Any], tokenizer: Path = stories, base: Path = stories, **settings: Any
+    ) -> Tokenized:
+        data = {
+            name: settings.pop(name)
+            for name in ("validation", "on_bad", "max_rejected_share", "replace")
+            if name in settings
+        }
         if "validation" not in data:
             data["validation_share"] = settings.pop("validation_share", 0)
         config = LlmConfig.model_validate(
             {
                 "model": {"base": str(base), "tokenizer": str(tokenizer)},
-                "data": {"train": [str(file) for file in files], **data},
+                "data": {"train": [file if isinstance(file, dict) else str(file) for file in files], **data},
                 "tokenize": {"template": "plain", **settings},
             }
         )

@@ -114,10 +114,10 @@ def files_of(source: str | DataSource, data: DataConfig) -> tuple[DataFile, ...]
         source = DataSource(path=source)
     record_format = data.format if source.format is None else source.format
     columns = data.columns if source.columns is None else source.columns
+    own = {str(field): column for field, column in columns.items()}
     listed, found = _remote(source.path) if "://" in source.path else _local(source.path)
     return tuple(
-        DataFile(path, _readable(name), record_format, {**columns}, source.weight, listed=listed)
-        for path, name in found
+        DataFile(path, _readable(name), record_format, own, source.weight, listed=listed) for path, name in found
     )
 
 

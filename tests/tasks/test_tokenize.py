@@ -335,3 +335,37 @@ def test_real_chinese_records_are_kept_but_for_those_without_an_answer(tokenize_
     records = json.loads((shared_data / "instruction" / "alpaca_zh_part00.json").read_text(encoding="utf-8"))
     kept = [record["output"] for record in records if record["output"]]
     assert answers(Encoder(base), made.train[::100]) == kept[::100]
+
+
+def test_a_weight_says_how_often_a_record_is_seen_and_held_out_records_are_seen_once(
+    tokenize_files: Any, hundred: Path, tmp_path: Path
+) -> None:
+    more = write_lines(tmp_path / "more.jsonl", [record(number) for number in range(100, 200)])
+    plain = tokenize_files(hundred, more, validation_share=0.2)
+    weighted = tokenize_files(
+        {"path": str(hundred), "weight": 2}, {"path": str(more), "weight": 0.5}, validation_share=0.2
+    )
+    first, second = weighted.report.sources
+    assert (first.weight, first.train + first.held_out, first.seen, first.left_out) == (2, 100, 2 * first.train, 0)
+    assert second.train + second.held_out + second.left_out == 100
+    assert 30 < second.left_out < 70
+    assert (second.weight, second.seen, second.rejected) == (0.5, second.train, 0)
+    report = weighted.report
+    assert report.read == report.kept + report.left_out + report.rejected == 200
+    assert report.train.records == first.train + second.train
+    assert report.train.rows == len(weighted.train) == first.seen + second.seen
+    assert len(weighted.validation) == first.held_out + second.held_out
+    assert [row for row in weighted.validation if row not in plain.validation] == []
+    of_first = [row for row in plain.train if row in weighted.train[: first.seen]]
+    assert weighted.train[: first.seen] == [row for row in of_first for _ in range(2)]
+
+
+def test_files_of_any_kind_give_the_same_rows(tokenize_files: Any, tmp_path: Path) -> None:
+    rows = [record(number) for number in range(5)]
+    lines = write_lines(tmp_path / "a.jsonl", rows)
+    table = tmp_path / "b.csv"
+    keys = list(rows[0])
+    table.write_text(
+        "\n".join([",".join(keys), *(",".join(f'"{row[key]}"' for key in keys) for row in rows)]), encoding="utf-8"
+    )
+    assert tokenize_files(lines).train == tokenize_files(table).train == tokenize_files(tmp_path / "*.jsonl").train
