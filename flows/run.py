@@ -13,7 +13,7 @@ from schemas.config import LlmConfig
 from schemas.errors import InterruptionError, MindtuneError, StoreError
 from schemas.manifest import ArtifactRef, RunRecord, RunSpec, StageName
 from tasks.environment import check_resources
-from tasks.locations import download_missing
+from tasks.locations import download_missing, not_downloaded
 from tasks.plan import Decision, Planner, check_inputs
 from tasks.runner import StageRun
 from tasks.stages import STAGES
@@ -36,7 +36,7 @@ def run_job(config: LlmConfig, source: str, label: str, accept_code: bool = Fals
     """
     root = artifact_root(config)
     log.info("artifacts: %s", root)
-    _prepare(config, tuple(STAGES))
+    _prepare(config, tuple(STAGES), root)
     store = Store(root)
     decisions = Planner(store, config, accept_code=accept_code).plan()
     if not _all_reused(decisions):
@@ -72,7 +72,7 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     record = store.read_run(run)
     check_overrides_belong(overrides, stage)
     config = change_config(record.config, overrides)
-    _prepare(config, [stage])
+    _prepare(config, [stage], root)
     wanted: list[StageName] = [*STAGES[stage].takes]
     if STAGES[stage].on_device:
         wanted.append("validate_env")
@@ -102,11 +102,13 @@ def run_stage(root: Path, run: str, stage: StageName, overrides: Sequence[str], 
     return store.read_run(record.run)
 
 
-def _prepare(config: LlmConfig, stages: Sequence[StageName]) -> None:
+def _prepare(config: LlmConfig, stages: Sequence[StageName], root: Path) -> None:
     """Refuse what can be seen to be wrong, and download a base model that is on a hub and not yet on this machine."""
     check_inputs(config, stages)
     sources = {source for stage in stages for source in STAGES[stage].sources}
-    if sources & {"base", "tokenizer"} and download_missing(config.model):
+    if sources & {"base", "tokenizer"} and not_downloaded(config.model):
+        check_resources(config.env, root)  # a host that can't run it is not to fetch gigabytes first
+        download_missing(config.model)
         check_inputs(config, stages)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.run import run_job
 from flows.settings import PRESETS, load_config, preset_names
-from schemas.errors import InputError
+from schemas.errors import HostError, InputError
 from tasks.environment import guess_device
 from tasks.locations import not_downloaded
 from tasks.plan import Planner, check_inputs
@@ -81,6 +82,18 @@ def test_presets_of_the_articles_have_their_figures(name: str) -> None:
     assert (config.tokenize.max_length, config.export.cache_length) == (512, 2048)
     assert (evaluate.temperature, evaluate.top_p, evaluate.max_new_tokens) == (0.7, 0.9, 200)
     assert config.env.device == "ascend"
+
+
+@pytest.mark.parametrize("name", OF_THE_ARTICLES)
+def test_presets_for_an_npu_are_refused_elsewhere_before_anything_is_downloaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path
+) -> None:
+    monkeypatch.setattr("flows.run.download_missing", lambda model: pytest.fail(f"{model.base} was downloaded"))
+    monkeypatch.setattr("tasks.environment.device_nodes", lambda *_: ())
+    config = load_config(name, [f"artifacts={tmp_path}"])
+    with pytest.raises(HostError, match="No usable Ascend NPU"):
+        run_job(config, name, name)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_every_placeholder_of_the_identity_rows_is_replaced() -> None:

@@ -209,19 +209,19 @@ def test_planning_downloads_nothing_and_says_what_is_missing(fake, config, tmp_p
     assert fake.asked == {("owner/stories", "master")}
 
 
-def test_what_is_wrong_with_the_data_is_told_before_anything_is_downloaded(fake, config):
+def test_what_is_wrong_with_the_data_is_told_before_anything_is_downloaded(fake, config, tmp_path):
     Path(config.data.train[0]).unlink()
     with pytest.raises(InputError, match=r"train\.jsonl does not exist"):
-        _prepare(config, tuple(STAGES))
+        _prepare(config, tuple(STAGES), tmp_path)
     assert not fake.cache.exists()
 
 
 def test_a_run_downloads_first_and_then_checks_what_it_got(fake, config, tmp_path):
     with pytest.raises(InputError, match="not downloaded yet"):
         base_path(config.model)
-    _prepare(config, ("export",))  # reads neither base nor tokenizer
+    _prepare(config, ("export",), tmp_path)  # reads neither base nor tokenizer
     assert not fake.cache.exists()
-    _prepare(config, tuple(STAGES))
+    _prepare(config, tuple(STAGES), tmp_path)
     assert base_path(config.model) == tokenizer_path(config.model) == fake.cache
     assert to_run(Store(tmp_path / "root"), config) == list(STAGES)
     assert not download_missing(config.model)
