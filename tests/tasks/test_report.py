@@ -416,12 +416,13 @@ def test_rows_that_were_trained_on_are_named_as_such(tmp_path: Path, chain: dict
 
 
 def test_replaced_texts_and_steps_left_out_are_told(tmp_path: Path, chain: dict[StageName, Path]):
-    tokenized = TOKENIZED.model_copy(update={"replaced": {"{{name}}": 67}})
+    tokenized = TOKENIZED.model_copy(update={"replaced": {"{{name}}": 67}, "cut": 3, "split": 2})
     (chain["tokenize"] / "report.json").write_text(tokenized.model_dump_json(), encoding="utf-8")
     trained = TRAINED.model_copy(update={"skipped_steps": (3, 9)})
     (chain["train"] / "report.json").write_text(trained.model_dump_json(), encoding="utf-8")
     text = Page(written(tmp_path, make_job(chain))).text
     assert "{{name}} was replaced 67 times." in text
+    assert "204 were kept (3 with shortened questions) (2 split) and 6 rejected" in text
     assert "Steps left out 2 (a gradient was not finite)" in text
 
 
