@@ -13,7 +13,6 @@ from flows.settings import preset_names
 from tasks.stages import STAGES
 
 PROJECT = Path(__file__).parents[1]
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 
 def _tracked() -> list[Path]:
@@ -39,31 +38,9 @@ def test_every_command_has_a_help_text_and_json(command):
     assert "--json" in _commands()[command]
 
 
-def test_every_mindtune_command_in_the_readme_exists_with_its_options():
-    commands = _commands()
-    lines = re.findall(r"^ +(?:\.venv/bin/)?mindtune (.+?)(?:  +#.*)?$", README, re.MULTILINE)
-    assert len(lines) >= 6
-    for line in lines:
-        words = line.split()
-        paths = [f"{words[0]} {word}" for word in words[1:] if re.fullmatch("[a-z]+", word)]
-        known = [path for path in (words[0], *paths) if path in commands]
-        assert known, f"README names mindtune {line}"
-        options = {word for word in words if word.startswith("--")}
-        assert options <= set.union(*(commands[path] for path in known)), line
-
-
-def test_every_make_target_in_the_readme_exists():
-    makefile = (PROJECT / "Makefile").read_text()
-    named = set(re.findall(r"`?make ([a-z]+)\b", README))
-    assert {"demo", "test"} <= named
-    for target in named - {"install"}:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_every_stage_is_described_in_the_readme_and_in_the_artifact_root():
+def test_every_stage_is_described_in_the_artifact_root():
     artifacts = (PROJECT / "artifacts" / "README.md").read_text(encoding="utf-8")
     for stage in STAGES:
-        assert f"`{stage}`" in README
         assert f"| {stage} |" in artifacts
 
 
