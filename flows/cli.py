@@ -20,7 +20,7 @@ from rich.console import Console
 from flows import reference, view
 from flows.chat import chat, end_answer, open_conversation, write_piece
 from flows.run import as_known_error, pinned_artifacts, run_job, run_stage
-from flows.settings import artifact_root, load_config, preset_names
+from flows.settings import artifact_root, load_config, preset_names, with_data_files
 from flows.terminal import log_to_terminal
 from schemas.config import DeviceChoice
 from schemas.errors import EXIT_FAILED, ConfigError, MindtuneError, StoreError
@@ -34,6 +34,8 @@ PIPE_WIDTH = 200  # columns of a table where no terminal says how wide it is
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 artifacts_app = typer.Typer(no_args_is_help=True, help="Look at the artifact store.")
 app.add_typer(artifacts_app, name="artifacts")
+data_app = typer.Typer(no_args_is_help=True, help="Look at data before anything is trained on it.")
+app.add_typer(data_app, name="data")
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -183,6 +185,35 @@ def config(
         return reference.as_document(), reference.as_markdown() if markdown else reference.as_table()
 
     _answer(work, as_json)
+
+
+@data_app.command("check")
+def check_data(
+    source: Annotated[str, typer.Option("--preset", metavar="PRESET|FILE.yaml", help=_SOURCE_HELP)],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]...", help="Data files, folders, globs, URIs; else the preset's."),
+    ] = None,
+    settings: Settings = None,
+    records: Annotated[int, typer.Option(min=0, help="How many records to show, from the first.")] = 3,
+    index: Annotated[int | None, typer.Option(min=0, help="The one record to show, by its number from 0.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what would be trained on, token by token; rejected records with reasons; exit code 1 when it is unusable."""
+    is_well = True
+
+    def work() -> tuple[dict[str, Any], Any]:
+        nonlocal is_well
+        from flows import data_check
+
+        config = load_config(source, settings or [])
+        found = data_check.check(with_data_files(config, files) if files else config, records, index)
+        is_well = found.is_well
+        return data_check.as_document(found), data_check.as_page(found)
+
+    _answer(work, as_json)
+    if not is_well:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @artifacts_app.command("list")

@@ -77,6 +77,14 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> LlmConfig:
     return validate(merge(values, parse_overrides(overrides)), source=name)
 
 
+def with_data_files(config: LlmConfig, files: Sequence[str]) -> LlmConfig:
+    """A configuration with other data files, all to train on; their paths are relative to the working folder."""
+    changed: dict[str, Any] = {"train": list(files), "validation": []}
+    values = {"data": changed}
+    _resolve_paths(values, Path.cwd())
+    return validate(merge(config.model_dump(mode="json"), values), source="with other data files")
+
+
 def change_config(config: LlmConfig, overrides: Sequence[str]) -> LlmConfig:
     """A configuration with settings changed.
 

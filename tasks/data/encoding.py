@@ -72,6 +72,7 @@ class Encoder:
         self.prefix = _ids_before_a_text(full)  # what stands before every text
         self.bos_id: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id in self.prefix else None
         self._controls = _control_tokens(tokenizer)
+        self._control_names = {i: name for name, i in self._controls.items()}
         self.control_ids = frozenset(self._controls.values())  # tokens that no user's text may turn into
         self._texts = _without_controls(full, self._controls)
 
@@ -145,6 +146,10 @@ class Encoder:
             [[i for i in ids if i not in self.control_ids] for ids in many], skip_special_tokens=False
         )
         return texts
+
+    def control_name(self, token: int) -> str | None:
+        """How a control token is written; None: the id is none."""
+        return self._control_names.get(token)
 
     def holds_control(self, ids: Iterable[int]) -> bool:
         """Whether a control token is among some ids."""

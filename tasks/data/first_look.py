@@ -15,7 +15,7 @@ from typing import Any
 from schemas.config import DataConfig
 from schemas.errors import InputError
 from tasks.data.containers import HALF_PAIR, Broken, BrokenFileError, Raw, read_records
-from tasks.data.formats import choose_format
+from tasks.data.formats import FormatName, choose_format
 from tasks.data.readers import FIRST_LINES, first_records, named_errors
 from tasks.data.sources import (
     HEAD_BYTES,
@@ -45,8 +45,8 @@ def check_data(data: DataConfig) -> None:
         sniff(file)
 
 
-def sniff(file: DataFile) -> None:
-    """Refuse a file whose first megabyte holds no record that could be used.
+def sniff(file: DataFile) -> tuple[Container, FormatName]:
+    """Container and format of a file; one whose first megabyte holds no record that could be used is refused.
 
     In an array it is enough that one element is an object, in JSON Lines that one line is. A record of more than a
     megabyte in the first place is refused as well: it is longer than any text that could be trained on.
@@ -71,7 +71,7 @@ def sniff(file: DataFile) -> None:
         problem = f"nothing in it can be used: {reason}." if reason else "it has no rows."
     if problem is not None:
         raise InputError("data.no_record", path=file.path, problem=problem)
-    choose_format(file, values)
+    return container, choose_format(file, values)
 
 
 def _first_of(head: bytes, container: Container) -> list[Raw]:

@@ -23,8 +23,8 @@ def write(folder: Path, content: bytes, name: str = "data.json") -> Path:
     return path
 
 
-def sniff(path: Path, **options: Any) -> None:
-    first_look.sniff(DataFile(path, path.name, **options))
+def sniff(path: Path, **options: Any) -> tuple[str, str]:
+    return first_look.sniff(DataFile(path, path.name, **options))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_records_without_the_keys_of_any_format_are_refused(tmp_path: Path, name
 
 def test_settings_of_the_file_are_looked_at(tmp_path: Path) -> None:
     path = write(tmp_path, b'[{"q": "a", "output": "b"}]')
-    sniff(path, columns={"instruction": "q"})
+    assert sniff(path, columns={"instruction": "q"}) == ("array", "alpaca")
     with pytest.raises(InputError, match="names 'ask'"):
         sniff(path, columns={"instruction": "ask"})
     with pytest.raises(InputError, match="have no keys of text"):
