@@ -105,6 +105,7 @@ class Conversation:
             from tasks.models.device import use_device
             from tasks.models.generation import Generator
 
+            log.info("loading the model")
             use_device(self._device)
             self._generator = Generator.from_mindir(self._mindir)
         return self._generator
