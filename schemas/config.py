@@ -216,6 +216,12 @@ class TokenizeConfig(Section):
     )
     rows_per_shard: int = Field(default=10000, ge=1, description="rows in one Arrow file")
 
+    @model_validator(mode="after")
+    def _place_for_the_system_turn(self) -> Self:
+        if self.system is not None and self.template == "plain":
+            raise ValueError(f"template ({self.template}) has no place for a system turn; leave system out")
+        return self
+
     def key_fields(self) -> dict[str, Any]:
         """The fields that can change a stage's result; the number of buckets only where there are any."""
         fields = super().key_fields()

@@ -46,6 +46,12 @@ def test_a_contradiction_names_both_fields(section, values, fields):
     assert all(field in str(caught.value) for field in fields)
 
 
+def test_a_system_turn_needs_a_place_in_the_template():
+    assert TokenizeConfig(template="chatml", system="Be kind.").system == "Be kind."
+    with pytest.raises(ValidationError, match=r"template \(plain\) has no place for a system turn; leave system out"):
+        TokenizeConfig(template="plain", system="Be kind.")
+
+
 def test_a_validation_file_and_a_share_contradict():
     data = {"train": ["a"], "validation": ["b"], "validation_share": 0.2}
     with pytest.raises(ValidationError, match=r"validation_share.*data\.validation"):

@@ -22,6 +22,8 @@ from schemas.reports import EvalReport, Speed
 from schemas.tables import IGNORE_LABEL
 from tasks import evaluate, export, tokenize
 from tasks.data.encoding import Encoder
+from tasks.data.masks import RecordRows, make_rows
+from tasks.data.records import Record, Turn, exchange
 from tasks.data.shards import TokenRows
 from tasks.data.templates import TEMPLATES
 from tasks.evaluate import Prompt, Row, answer, choose_prompts, choose_rows, measure_speed, score_rows
@@ -116,6 +118,36 @@ def test_held_out_prompts_are_the_first_different_ones_that_leave_room(
         )
     assert "only 3 of 9" in caplog.text
     assert choose_prompts(EvaluateConfig(samples=0), rows, encoder, TEMPLATES["plain"], 512) == []
+
+
+def test_a_conversation_is_asked_for_its_first_trained_answer_and_a_text_for_its_second_half(encoder: Encoder):
+    turns = (*exchange("Who?", "Tom."), *exchange("Who else?", "Lily."))
+    text = (Turn("assistant", "one two three four"),)
+    for train_on, asked, reference in (("all", turns[:1], "Tom."), ("last", turns[:3], "Lily.")):
+        settings = TokenizeConfig(template="chatml", train_on=train_on)
+        made = make_rows(
+            [Record("a", 0, None, turns), Record("a", 1, None, text)], TEMPLATES["chatml"], encoder, settings
+        )
+        rows = [
+            (np.array(each.input_ids, np.int32), np.array(each.labels, np.int32))
+            for record in made
+            if isinstance(record, RecordRows)
+            for each in record.rows
+        ]
+        conversation, plain = choose_prompts(EvaluateConfig(samples=2), rows, encoder, TEMPLATES["chatml"], 512)
+        assert conversation.ids == encoder.prompt_ids(asked, TEMPLATES["chatml"])
+        assert conversation.reference == reference
+        assert plain.ids == rows[1][0][: len(plain.ids)].tolist()
+        assert len(rows[1][0]) // 2 <= len(plain.ids) <= len(rows[1][0]) // 2 + 1
+        assert "one two three four".startswith(plain.text)
+        assert plain.reference
+        assert "one two three four".endswith(plain.reference)
+
+
+def test_prompts_of_the_configuration_get_the_system_turn_that_was_trained(encoder: Encoder):
+    settings = EvaluateConfig(prompts=("Hi",), max_new_tokens=4)
+    (prompt,) = choose_prompts(settings, [], encoder, TEMPLATES["chatml"], 512, "Be kind.")
+    assert prompt.ids == encoder.prompt_ids([Turn("system", "Be kind."), Turn("user", "Hi")], TEMPLATES["chatml"])
 
 
 def test_loss_of_rows_is_the_mean_over_all_their_label_tokens():

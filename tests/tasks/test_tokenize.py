@@ -190,6 +190,61 @@ def test_a_longer_record_is_left_out_whole_and_named_with_its_length(tokenize_fi
     assert made.report.reasons == {"longer than max_length": 1}
 
 
+def test_shortened_and_split_records_are_counted_and_the_rest_is_listed(tokenize_files: Any, tmp_path: Path) -> None:
+    talk = [
+        {"role": role, "content": f"{word} {word} {word}"}
+        for word in ("one", "two", "three")
+        for role in ("user", "assistant")
+    ]
+    records = [
+        {"messages": talk},
+        {"messages": talk[:2]},
+        {"messages": [*talk, {**talk[0], "content": "word " * 90}, talk[1]]},
+    ]
+    file = write_array(tmp_path / "talk.json", records)
+    split = tokenize_files(file, max_length=60, too_long="split", max_rejected_share=0.9)
+    assert (split.report.read, split.report.kept, split.report.split, split.report.cut) == (3, 2, 1, 0)
+    assert (split.report.train.records, split.report.train.rows) == (2, len(split.train))
+    assert len(split.train) > 2
+    assert [item.record for item in split.rejected] == [2]
+    cut = tokenize_files(file, max_length=140, too_long="cut_prompt", max_rejected_share=0.9)
+    assert (cut.report.kept, cut.report.split, cut.report.cut) == (3, 0, 1)
+    assert max(len(ids) for ids, _ in cut.train) <= 140
+
+
+def test_the_system_turn_is_in_the_rows_and_in_the_report(tokenize_files: Any, hundred: Path, stories: Path) -> None:
+    made = tokenize_files(hundred, template="chatml", system="Be kind.")
+    assert made.report.system == "Be kind."
+    encoder = Encoder(stories)
+    assert all(encoder.decode(ids).startswith("<|im_start|>system\nBe kind.<|im_end|>") for ids, _ in made.train)
+
+
+@pytest.mark.parametrize(("train_on", "share"), [("all", 1.0), ("last", 0.5)])
+def test_real_conversations_train_on_their_answers(
+    tokenize_files: Any, shared_data: Path, train_on: str, share: float
+) -> None:
+    base = shared_data / "models" / "zh-tiny-llama"
+    file = shared_data / "instruction" / "sharegpt_zh_first200.jsonl"
+    made = tokenize_files(
+        file, tokenizer=base, base=base, template="chatml", max_length=16384, train_on=train_on, max_rejected_share=0.1
+    )
+    encoder = Encoder(base)
+    records = [json.loads(line)["conversations"] for line in file.read_text(encoding="utf-8").splitlines()]
+    rejected = {item.record for item in made.rejected}
+    wanted = [
+        [turn["value"] for turn in turns if turn["from"] == "gpt"]
+        for number, turns in enumerate(records)
+        if number not in rejected
+    ]
+    assert len(wanted) > 190
+    for (_, labels), texts in zip(made.train, wanted, strict=True):
+        trained = [label for label in labels if label != -100]
+        ends = [-1, *(k for k, label in enumerate(trained) if label == encoder.eos_id)]
+        found = [encoder.decode(trained[a + 1 : b]) for a, b in itertools.pairwise(ends)]
+        assert found == (texts if train_on == "all" else texts[-1:])
+    assert made.report.train.trained_tokens < share * made.report.train.tokens
+
+
 def test_reasons_are_grouped_without_their_details(tokenize_files: Any, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     lines = [

@@ -195,13 +195,12 @@ def test_a_refused_system_turn_costs_its_records_and_the_setting_is_refused_earl
         open_template("tokenizer", encoder, "Be kind.")
 
 
-@pytest.mark.parametrize("name", ["plain", "tokenizer"])
-def test_a_template_that_leaves_the_system_turn_out_is_noticed(open_chat: Any, name: Any) -> None:
+def test_a_template_that_leaves_the_system_turn_out_is_noticed(open_chat: Any) -> None:
     encoder, chat = open_chat(SIMPLE.replace("in messages", "in messages if message.role != 'system'"))
     with pytest.raises(TurnsError, match="leaves out or repeats a turn"):
         chat.write(TALK)
-    with pytest.raises(ConfigError, match=f"template {name} can't be used with"):
-        open_template(name, encoder, "Be kind.")
+    with pytest.raises(ConfigError, match="template tokenizer can't be used with"):
+        open_template("tokenizer", encoder, "Be kind.")
 
 
 @pytest.mark.parametrize(
