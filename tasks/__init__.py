@@ -10,6 +10,8 @@ validate_env    environment, probe
 train           training: the loop; batches, schedule, checkpoints, step_clock
 evaluate        scoring, memory, report, plots, report.html.j2
 generate        answer
-data/           readers, templates, masks, shards: no Prefect, no MindSpore
+data check      data_check: what would be trained on, without running a stage
+data/           files to records: sources, containers, formats, readers, mixing; first_look: what is refused early;
+                records to rows: templates, encoding, masks, packing, shards: no Prefect, no MindSpore
 models/         nn.Cell code, weights, adapters, generation: no Prefect, no store
 """

@@ -7,7 +7,7 @@ a dict of texts, `Number`, booleans, None, lists and dicts. What holds no usable
     lines     one JSON value a line; blank lines are passed over, a broken line costs itself only
     csv, tsv  the first record is the header, every other has as many fields; fields are texts as they stand (`NA`,
               `null`, `007`); in quotes `"`, which are doubled inside, line breaks are part of the field and stay
-    parquet, arrow   batches of rows; numbers become their shortest text
+    parquet, arrow   batches of rows, of Arrow as large as they are in the file; numbers become their shortest text
     text      records are the paragraphs, separated by blank lines; the lines of one stay joined by `\\n`
 
 Text is UTF-8, with or without a byte order mark; lines end at LF, CRLF or CR and at nothing else. Bytes that are not
