@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from schemas.errors import StageError
 from schemas.tables import IGNORE_LABEL
-from tasks.data.packing import Row
+from tasks.data.packing import LENGTH_MULTIPLE, Row
 
 IntArray = npt.NDArray[np.int32]
 
@@ -49,19 +49,24 @@ class MicroBatch:
         labels: (B, T) int32, -100 where nothing is trained: in the prompt, in padding, in filler rows.
         segment_ids: (B, T) int32, from 1 in each row; 0 in padding.
         positions: (B, T) int32, from 0 in each segment; 0 in padding.
+        places: (N,) int32, where the labels are that the loss counts, those after a segment's first token: indices into
+            all B * T positions, ascending; the rest is 0, which is never such a place.
         tokens: tokens that are no padding.
-        trained_tokens: labels that the loss counts, those after a segment's first token.
+        trained_tokens: labels that the loss counts.
     """
 
     input_ids: IntArray
     labels: IntArray
     segment_ids: IntArray
     positions: IntArray
+    places: IntArray
     tokens: int
     trained_tokens: int
 
 
-def collate(rows: Rows, indices: Sequence[int], batch_size: int, length: int) -> MicroBatch:
+def collate(
+    rows: Rows, indices: Sequence[int], batch_size: int, length: int, label_room: int | None = None
+) -> MicroBatch:
     """Pad some rows to one micro-batch; missing rows become fillers without labels, which weigh nothing.
 
     Args:
@@ -69,6 +74,7 @@ def collate(rows: Rows, indices: Sequence[int], batch_size: int, length: int) ->
         indices: rows to take, at most batch_size.
         batch_size: B.
         length: T, at least the longest of the rows.
+        label_room: N, at least the labels that the loss counts, see `label_room`; None: as many as positions.
 
     Raises:
         StageError: a row has no label that the loss could count, so that it would add nothing.
@@ -81,10 +87,11 @@ def collate(rows: Rows, indices: Sequence[int], batch_size: int, length: int) ->
         positions=np.zeros(shape, np.int32),
     )
     tokens = trained = 0
+    places = np.zeros(batch_size * length if label_room is None else label_room, np.int32)
     for place, index in enumerate(indices):
         row = rows.row(index)
-        counted = int(np.count_nonzero((row.labels != IGNORE_LABEL) & (row.positions > 0)))
-        if counted == 0:
+        counted = np.flatnonzero((row.labels != IGNORE_LABEL) & (row.positions > 0))
+        if len(counted) == 0:
             raise StageError(
                 "data.mask_broken",
                 stage="train",
@@ -93,9 +100,25 @@ def collate(rows: Rows, indices: Sequence[int], batch_size: int, length: int) ->
             )
         for target, column in zip(padded, row, strict=True):
             target[place, : len(column)] = column
+        places[trained : trained + len(counted)] = place * length + counted
         tokens += len(row.input_ids)
-        trained += counted
-    return MicroBatch(*padded, tokens, trained)
+        trained += len(counted)
+    return MicroBatch(*padded, places, tokens, trained)
+
+
+def label_room(counts: npt.NDArray[np.int64], batch_size: int, length: int) -> int:
+    """Labels that there may be in a micro-batch of some rows, whichever come together.
+
+    Args:
+        counts: (rows,) labels of each row that the loss counts.
+        batch_size: B.
+        length: T.
+
+    Returns:
+        As many as the rows with the most have together, rounded up to a multiple of 32, at least 1 and at most B * T.
+    """
+    most = int(np.sort(counts)[::-1][:batch_size].sum())
+    return max(1, min(-(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, batch_size * length))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from schemas.config import TrainConfig
 from schemas.errors import InputError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import TokenizeReport, TrainReport
-from tasks.batches import Batch, MicroBatch, RowOrder, Rows, collate, in_order
+from tasks.batches import Batch, MicroBatch, RowOrder, Rows, collate, in_order, label_room
 from tasks.files import write_atomically
 from tasks.locations import base_path
 from tasks.precision import check_precision
@@ -53,6 +53,7 @@ class _Data:
         validation: rows to validate on; the same where nothing was held out.
         order: which training rows a step sees.
         lengths: tokens that rows are padded to, ascending.
+        label_rooms: labels that a micro-batch of each of these lengths has room for.
         batch_size: rows in a micro-batch.
         packed: training rows may hold several records.
         end_token: id of the token that ends every answer.
@@ -62,6 +63,7 @@ class _Data:
     validation: "TokenRows"
     order: RowOrder
     lengths: tuple[int, ...]
+    label_rooms: tuple[int, ...]
     batch_size: int
     packed: bool
     end_token: int
@@ -86,7 +88,8 @@ class _Data:
         return float(self.training.lengths().sum()) / padded
 
     def _collate(self, rows: Rows, batch: Batch) -> MicroBatch:
-        return collate(rows, batch.rows, self.batch_size, batch.length)
+        room = self.label_rooms[self.lengths.index(batch.length)]
+        return collate(rows, batch.rows, self.batch_size, batch.length, room)
 
 
 def run(job: StageJob, context: StageContext) -> StageResult:
@@ -196,7 +199,17 @@ def _open_data(folder: Path, train: TrainConfig, positions: int) -> _Data:
     if lengths[-1] > positions:
         raise InputError("model.too_short", field="tokenize.max_length", value=lengths[-1], positions=positions)
     order = RowOrder(training.lengths(), lengths, train.batch_size, train.gradient_accumulation, train.seed)
-    return _Data(training, validation, order, lengths, train.batch_size, report.packing == "pack", report.eos_id)
+    rooms = _label_rooms((training, validation), lengths, train.batch_size)
+    return _Data(training, validation, order, lengths, rooms, train.batch_size, report.packing == "pack", report.eos_id)
+
+
+def _label_rooms(splits: "tuple[TokenRows, TokenRows]", lengths: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
+    """For each padded length the labels that a micro-batch needs room for, in training or in validation."""
+    rooms = []
+    for number, length in enumerate(lengths):
+        chosen = [split.label_counts()[np.searchsorted(lengths, split.lengths()) == number] for split in splits]
+        rooms.append(max(label_room(counts, batch_size, length) for counts in chosen))
+    return tuple(rooms)
 
 
 def _make_step(decoder: "Decoder", train: TrainConfig, packed: bool) -> "TrainStep":

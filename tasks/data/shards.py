@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from schemas.errors import StoreError
-from schemas.tables import TOKENS, check_schema
+from schemas.tables import IGNORE_LABEL, TOKENS, check_schema
 from tasks.data.masks import TokenRow
 from tasks.data.packing import Fragment, Packer, Row
 
@@ -174,6 +174,14 @@ class TokenRows:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens in each row: (rows,)."""
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self._offsets)])
+
+    def label_counts(self) -> npt.NDArray[np.int64]:
+        """Labels of each row that a loss counts, those after a segment's first token: (rows,)."""
+        parts = [np.zeros(0, np.int64)]
+        for columns, offsets in zip(self._columns, self._offsets, strict=True):
+            counted = (columns.labels != IGNORE_LABEL) & (columns.positions > 0)
+            parts.append(np.diff(np.append(0, np.cumsum(counted))[offsets]))
+        return np.concatenate(parts)
 
     def row(self, index: int) -> Row:
         """One row, as views of the file that can't be written to.

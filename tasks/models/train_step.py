@@ -60,11 +60,12 @@ class _Scaled(nn.Cell):
         factor: ms.Tensor | None,
         input_ids: ms.Tensor,
         labels: ms.Tensor,
+        places: ms.Tensor,
         segment_ids: ms.Tensor | None = None,
         positions: ms.Tensor | None = None,
     ) -> tuple[ms.Tensor, ms.Tensor, ms.Tensor]:
         """The first is what the gradients are taken of."""
-        loss_sum, count = self.loss(input_ids, labels, segment_ids, positions)
+        loss_sum, count = self.loss(input_ids, labels, places, segment_ids, positions)
         scaled = loss_sum if factor is None else loss_sum * factor
         return scaled, loss_sum, count
 
@@ -78,7 +79,7 @@ class _Accumulate(nn.Cell):
     Inputs:
         factor: () float32, what the loss is multiplied by before the backward pass and the gradients are divided by
             after it; None: neither.
-        input_ids, labels, segment_ids, positions: the micro-batch.
+        input_ids, labels, places, segment_ids, positions: the micro-batch.
     """
 
     def __init__(self, loss: nn.Cell, weights: ms.ParameterTuple) -> None:
@@ -94,11 +95,14 @@ class _Accumulate(nn.Cell):
         factor: ms.Tensor | None,
         input_ids: ms.Tensor,
         labels: ms.Tensor,
+        places: ms.Tensor,
         segment_ids: ms.Tensor | None = None,
         positions: ms.Tensor | None = None,
     ) -> ms.Tensor:
         """Returns the loss of the micro-batch, () float32, a sum."""
-        (_, loss_sum, count), gradients = self.value_and_gradients(factor, input_ids, labels, segment_ids, positions)
+        (_, loss_sum, count), gradients = self.value_and_gradients(
+            factor, input_ids, labels, places, segment_ids, positions
+        )
         if factor is not None:
             gradients = self.each(ops.partial(_scale, 1.0 / factor), gradients)
         self.each(_add, self.gradients, gradients)
@@ -308,7 +312,7 @@ class TrainStep:
         return ms.Tensor(scale / batch.labels.size, ms.float32)
 
     def _tensors(self, batch: MicroBatch) -> list[ms.Tensor]:
-        arrays = [batch.input_ids, batch.labels]
+        arrays = [batch.input_ids, batch.labels, batch.places]
         if self.packed:
             arrays += [batch.segment_ids, batch.positions]
         return [ms.Tensor(array) for array in arrays]

@@ -7,7 +7,7 @@ import pytest
 from list_rows import ListRows
 
 from schemas.errors import StageError
-from tasks.batches import Batch, RowOrder, collate, in_order, share
+from tasks.batches import Batch, RowOrder, collate, in_order, label_room, share
 
 ROWS = ListRows(
     [([5, 6, 7], [-100, 6, 7])],
@@ -38,6 +38,22 @@ def test_missing_rows_become_fillers_without_labels():
     batch = collate(ROWS, (2,), batch_size=3, length=4)
     assert batch.labels.tolist() == [[0, 0, -100, -100], [-100] * 4, [-100] * 4]
     assert (batch.tokens, batch.trained_tokens) == (2, 1)  # the first token's label has nothing before it
+
+
+def test_places_are_those_of_the_labels_that_count():
+    batch = collate(ROWS, (3, 1), batch_size=3, length=6, label_room=5)
+    # of the segments (1, 2) and (3, 4, 5): the 2 and the 5, not the 3, which has another text before it
+    assert batch.places.tolist() == [1, 4, 6 + 2, 6 + 3, 0]
+    assert batch.trained_tokens == 4
+    assert len(collate(ROWS, (3, 1), batch_size=3, length=6).places) == 18
+
+
+def test_there_is_room_for_the_labels_of_any_rows_that_come_together():
+    assert label_room(np.array([3, 40, 7, 30]), batch_size=2, length=64) == 96
+    assert label_room(np.array([3, 40, 7, 30]), batch_size=1, length=64) == 64
+    assert label_room(np.array([63, 60]), batch_size=4, length=64) == 128
+    assert label_room(np.array([20, 20]), batch_size=1, length=24) == 24
+    assert label_room(np.array([], np.int64), batch_size=4, length=64) == 1
 
 
 @pytest.mark.parametrize("labels", [[-100, -100, -100], [4, -100, -100]])

@@ -161,7 +161,7 @@ def loss_of_adapter(job, rows):
     decoder = load_decoder(Path(job.config.model.base))
     attach_adapter(decoder, read_adapter(Path(job.output)))
     batch = collate(rows, range(len(rows)), len(rows), 32)
-    arrays = (batch.input_ids, batch.labels, batch.segment_ids, batch.positions)
+    arrays = (batch.input_ids, batch.labels, batch.places, batch.segment_ids, batch.positions)
     total, count = AnswerLoss(decoder)(*map(ms.Tensor, arrays))
     return float(total) / float(count)
 

@@ -15,7 +15,7 @@ from tasks.checkpoints import Checkpoints
 from tasks.stages import StageContext
 from tasks.training import Course, Training
 
-BATCH = MicroBatch(*[np.zeros((1, 2), np.int32)] * 4, tokens=2, trained_tokens=1)
+BATCH = MicroBatch(*[np.zeros((1, 2), np.int32)] * 5, tokens=2, trained_tokens=1)
 
 
 class Weight:

@@ -101,6 +101,17 @@ def test_packed_rows_can_be_read_record_by_record(tmp_path: Path) -> None:
         assert (row.input_ids.tolist(), row.labels.tolist()) == (ROWS[record].input_ids, ROWS[record].labels)
 
 
+@pytest.mark.parametrize("packed_length", [None, 8])
+def test_labels_are_counted_but_those_at_a_segments_start(tmp_path: Path, packed_length: int | None) -> None:
+    with ShardWriter(tmp_path / "train", 2, packed_length) as writer:
+        for number in range(5):
+            writer.append(TokenRow([1, 2, 3, 4], [1, -100, 3, 4][: number + 1] + [-100] * (3 - number)), 0, number)
+    by_record = TokenRows(tmp_path / "train", by_segment=True).label_counts().tolist()
+    assert by_record == [0, 0, 1, 2, 2]
+    rows = TokenRows(tmp_path / "train").label_counts().tolist()
+    assert rows == (by_record if packed_length is None else [0, 3, 2])
+
+
 @pytest.mark.parametrize("tokens_per_batch", [1, 10, 2**20])
 def test_how_many_tokens_are_held_changes_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_per_batch: int

@@ -72,7 +72,7 @@ def measure(stories):
     call = ms.value_and_grad(AnswerLoss(decoder), None, weights, has_aux=True)
 
     def run(batch, packed):
-        arrays = [batch.input_ids, batch.labels] + [batch.segment_ids, batch.positions] * packed
+        arrays = [batch.input_ids, batch.labels, batch.places] + [batch.segment_ids, batch.positions] * packed
         (loss, count), gradients = call(*map(ms.Tensor, arrays))
         named = zip(weights, gradients, strict=True)
         return Result(float(loss), float(count), {weight.name: gradient.asnumpy() for weight, gradient in named})

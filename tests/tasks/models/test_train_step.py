@@ -92,13 +92,17 @@ def rows():
     return made
 
 
-def pad(rows, batch_size=4, length=8, pad_id=0):
+def pad(rows, batch_size=4, length=8, pad_id=0, room=None):
     ids = np.full((batch_size, length), pad_id, dtype=np.int32)
     labels = np.full((batch_size, length), -100, dtype=np.int32)
     for place, (row_ids, row_labels) in enumerate(rows):
         ids[place, : len(row_ids)] = row_ids
         labels[place, : len(row_labels)] = row_labels
-    return MicroBatch(ids, labels, np.ones_like(ids), np.tile(np.arange(length, dtype=np.int32), (batch_size, 1)), 0, 0)
+    segment_ids, positions = np.ones_like(ids), np.tile(np.arange(length, dtype=np.int32), (batch_size, 1))
+    counted = np.flatnonzero((labels != -100) & (positions > 0))
+    places = np.zeros(room or ids.size, np.int32)
+    places[: len(counted)] = counted
+    return MicroBatch(ids, labels, segment_ids, positions, places, 0, 0)
 
 
 def make_step(max_norm=None, decay=DECAY, loss_scale=None):
@@ -143,6 +147,16 @@ def test_pad_id_and_filler_rows_change_nothing(rows):
     padded([pad(rows[:2], batch_size=5, length=12, pad_id=7)], 1, 0.1)
     np.testing.assert_allclose(padded_model.lora_a.asnumpy(), plain_model.lora_a.asnumpy(), atol=1e-6)
     np.testing.assert_allclose(padded_model.lora_b.asnumpy(), plain_model.lora_b.asnumpy(), atol=1e-6)
+
+
+def test_logits_where_there_are_labels_only_make_the_same_step(rows):
+    whole_model, whole = make_step(0.5)
+    part_model, part = make_step(0.5)
+    for number in (1, 2):
+        wanted, found = whole([pad(rows[:4])], number, 0.05), part([pad(rows[:4], room=13)], number, 0.05)
+        assert [float(value) for value in found] == pytest.approx([float(value) for value in wanted], rel=1e-6)
+    np.testing.assert_allclose(part_model.lora_a.asnumpy(), whole_model.lora_a.asnumpy(), atol=1e-6)
+    np.testing.assert_allclose(part_model.lora_b.asnumpy(), whole_model.lora_b.asnumpy(), atol=1e-6)
 
 
 def test_validation_weighs_each_label_token_the_same_and_changes_nothing(rows):
