@@ -21,6 +21,7 @@ from tasks.files import digest_of
 from tasks.fingerprint import FileDigests, source_digest
 from tasks.locations import base_path, not_downloaded, tokenizer_path
 from tasks.models.spec import check_tensors, match_targets, read_spec
+from tasks.precision import check_precision
 from tasks.stages import STAGES, Stage
 from tasks.store import Store
 from tasks.tokenizer_files import check_tokenizer
@@ -168,7 +169,10 @@ def check_inputs(config: LlmConfig, stages: Sequence[StageName] = tuple(STAGES))
 
     Raises:
         InputError: a file is missing or unusable, or a setting does not fit the base model.
+        ConfigError: the device can't compute in train.precision.
     """
+    if "train" in stages:
+        check_precision(config.train.precision, guess_device(config.env.device))
     sources = {source for stage in stages for source in STAGES[stage].sources}
     if "data" in sources:
         check_data(config.data)

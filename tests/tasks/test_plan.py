@@ -6,7 +6,7 @@ import pytest
 from filled_store import fill, to_run
 
 from schemas.config import LlmConfig
-from schemas.errors import InputError
+from schemas.errors import ConfigError, InputError
 from schemas.manifest import StageName
 from tasks.code import code_digests
 from tasks.plan import Planner, check_inputs, differences, explain
@@ -164,6 +164,13 @@ def test_differences_name_every_leaf():
 def test_what_can_be_seen_to_be_wrong_is_refused_before_any_work(config, section, values, message):
     with pytest.raises(InputError, match=message):
         check_inputs(changed(config, section, **values))
+
+
+def test_a_precision_that_the_device_lacks_is_refused_and_can_be_planned_for_another_one(config):
+    bfloat16 = changed(config, "train", precision="bfloat16")
+    with pytest.raises(ConfigError, match="bfloat16"):
+        check_inputs(bfloat16)
+    check_inputs(changed(bfloat16, "env", device="ascend"))
 
 
 def test_what_a_stage_does_not_read_is_not_looked_at(config):
