@@ -213,12 +213,22 @@ def choose_prompts(
             start = (start + end) // 2
         asked, answered = ids[:start].tolist(), ids[start:end].tolist()
         if 0 < len(asked) <= room and all(asked != prompt.ids for prompt in prompts):
-            prompts.append(Prompt(encoder.decode(asked).strip(), asked, encoder.decode(answered).strip()))
+            shown = _without_frame(encoder.decode(asked), encoder, template, system)
+            prompts.append(Prompt(shown, asked, encoder.decode(answered).strip()))
     if len(prompts) < settings.samples:
         log.warning(
             "only %d of %d different prompts fit the KV cache with their answers", len(prompts), settings.samples
         )
     return prompts
+
+
+def _without_frame(prompt: str, encoder: Encoder, template: Template, system: str | None) -> str:
+    """A decoded prompt without the template's own text around a lone question; any other prompt as it is."""
+    word = "QUESTION"  # what stands around it stands around every question
+    before, _, after = encoder.decode(encoder.prompt_ids([Turn("user", word)], template, system)).partition(word)
+    if len(prompt) > len(before + after) and prompt.startswith(before) and prompt.endswith(after):
+        prompt = prompt[len(before) : len(prompt) - len(after)]
+    return prompt.strip()
 
 
 def _first_answer(labels: NDArray[np.int32]) -> tuple[int, int]:

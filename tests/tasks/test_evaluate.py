@@ -15,7 +15,15 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from schemas.config import DataConfig, EvaluateConfig, ExportConfig, LlmConfig, ModelConfig, TokenizeConfig
+from schemas.config import (
+    DataConfig,
+    EvaluateConfig,
+    ExportConfig,
+    LlmConfig,
+    ModelConfig,
+    TemplateName,
+    TokenizeConfig,
+)
 from schemas.errors import ConfigError, InputError, StageError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import EvalReport, Speed
@@ -108,8 +116,8 @@ def test_held_out_prompts_are_the_first_different_ones_that_leave_room(
     settings = EvaluateConfig(samples=2, max_new_tokens=8)
     prompts = choose_prompts(settings, rows, encoder, TEMPLATES["plain"], CACHE)
     assert [(prompt.text, prompt.ids, prompt.reference) for prompt in prompts] == [
-        ("Q: a\nA:", asked[0], "one"),
-        ("Q: b\nA:", asked[1], "two"),
+        ("a", asked[0], "one"),
+        ("b", asked[1], "two"),
     ]
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
@@ -142,6 +150,15 @@ def test_a_conversation_is_asked_for_its_first_trained_answer_and_a_text_for_its
         assert "one two three four".startswith(plain.text)
         assert plain.reference
         assert "one two three four".endswith(plain.reference)
+
+
+@pytest.mark.parametrize("name", ["alpaca", "alpaca-zh", "chatml", "llama2", "qwen", "plain"])
+def test_held_out_questions_are_shown_without_the_text_of_the_template(encoder: Encoder, name: TemplateName):
+    question = Turn("user", "What is user?\nAnd assistant?")
+    asked = encoder.prompt_ids([question], TEMPLATES[name])
+    (prompt,) = choose_prompts(EvaluateConfig(samples=1), [row(asked, [3, 4])], encoder, TEMPLATES[name], 512)
+    assert prompt.text == question.text
+    assert prompt.ids == asked
 
 
 def test_prompts_of_the_configuration_get_the_system_turn_that_was_trained(encoder: Encoder):
@@ -327,10 +344,10 @@ def test_losses_are_those_of_an_independent_forward_pass(finished_stage: Finishe
 def test_answers_are_of_the_base_model_and_of_the_mindir(finished_stage: Finished, encoder: Encoder):
     answers = finished_stage.report.answers
     assert [answer.reference for answer in answers] == ["A dog is a small animal.", "I am Lily."]
-    assert [answer.prompt for answer in answers] == ["Q: What is a dog?\nA:", "Q: Who are you?\nA:"]
+    assert [answer.prompt for answer in answers] == ["What is a dog?", "Who are you?"]
     served = Generator.from_mindir(finished_stage.folder / "export" / ("0" * 64))
     for told in answers:
-        made = served.generate(encoder.encode_prompt(told.prompt), 8, stop_ids=[encoder.eos_id])
+        made = served.generate(encoder.encode_prompt(f"Q: {told.prompt}\nA:"), 8, stop_ids=[encoder.eos_id])
         assert told.after == encoder.decode(made.ids).strip()
         assert told.after != told.before
 
