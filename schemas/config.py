@@ -333,13 +333,13 @@ class MergeConfig(Section):
         default=None,
         gt=0,
         description="largest difference, relative to the largest logit, between adapter attached and merged; null: "
-        "what rounding explains in models of 30 layers and more, 1e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16",
+        "what rounding explains, 1e-3 for float32, 1e-2 for float16, 5e-2 for bfloat16",
     )
 
     @property
     def limit(self) -> float:
         """The tolerance that holds: the one set, or that of the type."""
-        return self.tolerance or {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}[self.dtype]
+        return self.tolerance or {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[self.dtype]
 
 
 class ExportConfig(Section):
@@ -357,7 +357,10 @@ class ExportConfig(Section):
         description="prompt lengths at which MindIR and Cell are compared, tokens",
     )
     tolerance: float = Field(
-        default=1e-4, gt=0, description="largest difference between MindIR and Cell, relative to the largest logit"
+        default=1e-3,
+        gt=0,
+        description="largest difference between MindIR and Cell, relative to the largest logit; a model can blow "
+        "rounding up: at the second token of a text SmolLM2 in float32 is 6e-5 off float64 (PyTorch 2.13)",
     )
 
     @model_validator(mode="after")

@@ -128,7 +128,7 @@ def test_the_certificate_says_that_merged_and_attached_agree(merged, stories):
     certificate = certificate_of(output)
     assert 0 < certificate.max_relative_difference <= 1e-5
     assert certificate.same_greedy_token_share == 1.0
-    assert certificate.tolerance == 1e-4
+    assert certificate.tolerance == 1e-3
     assert certificate.merged_layers == dict.fromkeys(match_targets(TARGETS, read_spec(stories)), 2.0)
     assert certificate.merged_digest == weights_digest(output)
     assert certificate.base_digest == BASE_DIGEST
@@ -171,7 +171,7 @@ def test_a_model_that_came_out_otherwise_gets_no_certificate(stories, tmp_path, 
 
     monkeypatch.setattr(merge, "merged_tensors", forget_the_scale)
     with pytest.raises(
-        StageError, match=r"adapter attached by [0-9.]+ \(relative\), more than merge.tolerance \(1e-05\)"
+        StageError, match=r"adapter attached by [0-9.]+ \(relative\), more than merge.tolerance \(0.001\)"
     ):
         run(job)
     assert not (tmp_path / "merge" / "certificate.json").exists()
