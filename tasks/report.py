@@ -7,7 +7,7 @@ here can change a result: the file is no part of the payload.
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from schemas.config import Section
+from schemas.config import DataSource, Section
 from schemas.manifest import STAGES, ArtifactRef, Manifest, RunRecord, StageJob, StageName
 from schemas.reports import (
     EvalReport,
@@ -136,6 +136,7 @@ def write_report(path: Path, job: StageJob, evaluation: EvalReport, speed: Speed
         verdict=verdict(evaluation, trained),
         steps=steps_of(job, origins),
         sources=_sources(job, origins),
+        source_names=[] if tokenized is None else _source_names(job, tokenized),
     )
     write_atomically(path, html)
 
@@ -160,7 +161,7 @@ def render(*, job: StageJob, **parts: Any) -> str:
     page: str = environment.get_template(TEMPLATE).render(
         job=job,
         base=base_name(job.config.model.base),
-        data=[Path(str(getattr(source, "path", source))).name for source in job.config.data.train],
+        data=_file_names(job.config.data.train),
         settings=_settings(job),
         made=datetime.now(UTC),
         python=platform.python_version(),
@@ -250,6 +251,17 @@ def _sources(job: StageJob, origins: Mapping[StageName, Origin]) -> dict[str, st
         if origin.manifest is not None:
             found |= origin.manifest.key_document.get("sources", {})
     return dict(sorted(found.items()))
+
+
+def _file_names(sources: Iterable[str | DataSource]) -> list[str]:
+    return [Path(source if isinstance(source, str) else source.path).name for source in sources]
+
+
+def _source_names(job: StageJob, tokenized: TokenizeReport) -> list[str]:
+    """What the files that were read are called: their names, or numbers where folders were spelled out."""
+    names = _file_names((*job.config.data.train, *job.config.data.validation))
+    count = len(tokenized.sources)
+    return names if len(names) == count else [f"file {number}" for number in range(1, count + 1)]
 
 
 def _settings(job: StageJob) -> dict[str, list[tuple[str, Any, bool]]]:

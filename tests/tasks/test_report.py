@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import DataConfig, EvaluateConfig, LlmConfig, ModelConfig
+from schemas.config import DataConfig, DataSource, EvaluateConfig, LlmConfig, ModelConfig
 from schemas.manifest import ArtifactRef, Manifest, RunRecord, StageJob, StageName, StageOutcome
 from schemas.reports import (
     Answer,
@@ -20,6 +20,7 @@ from schemas.reports import (
     ExportReport,
     MergeCertificate,
     ParityPoint,
+    SourceCounts,
     Speed,
     SplitStatistics,
     TokenizeReport,
@@ -424,6 +425,25 @@ def test_replaced_texts_and_steps_left_out_are_told(tmp_path: Path, chain: dict[
     assert "{{name}} was replaced 67 times." in text
     assert "204 were kept (3 with shortened questions) (2 split) and 6 rejected" in text
     assert "Steps left out 2 (a gradient was not finite)" in text
+
+
+@pytest.mark.parametrize(
+    ("train", "first"), [((DataSource(path="data/a.json", weight=0.5), "b.csv"), "a.json"), (("data/",), "file 1")]
+)
+def test_files_are_told_apart(
+    tmp_path: Path, chain: dict[StageName, Path], train: tuple[str | DataSource, ...], first: str
+):
+    sources = (
+        SourceCounts(weight=0.5, train=81, held_out=3, left_out=9),
+        SourceCounts(weight=1, train=100, rejected=6),
+    )
+    tokenized = TOKENIZED.model_copy(update={"sources": sources, "left_out": 9})
+    (chain["tokenize"] / "report.json").write_text(tokenized.model_dump_json(), encoding="utf-8")
+    job = make_job(chain)
+    config = job.config.model_copy(update={"data": DataConfig(train=train)})
+    text = Page(written(tmp_path, job.model_copy(update={"config": config}))).text
+    assert f"{first} 0.5 81 3 0" in text
+    assert "204 were kept, 9 left out by their weight and 6 rejected" in text
 
 
 def test_proof_that_does_not_hold_is_told(tmp_path: Path, chain: dict[StageName, Path]):
