@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from schemas.config import LlmConfig
@@ -12,6 +13,7 @@ from schemas.errors import InputError, StageError
 from tasks import tokenize
 from tasks.data import masks
 from tasks.data.encoding import Encoder
+from tasks.data.proof import find_faults, split_packed
 from tasks.data.records import Record, Turn, exchange
 from tasks.data.shards import TokenRows
 from tasks.tokenize import is_held_out, open_encoder
@@ -210,6 +212,28 @@ def test_shortened_and_split_records_are_counted_and_the_rest_is_listed(tokenize
     cut = tokenize_files(file, max_length=140, too_long="cut_prompt", max_rejected_share=0.9)
     assert (cut.report.kept, cut.report.split, cut.report.cut) == (3, 0, 1)
     assert max(len(ids) for ids, _ in cut.train) <= 140
+
+
+@pytest.mark.parametrize("packing", ["none", "pack"])
+def test_rows_in_the_shards_pass_the_proof(tokenize_files: Any, shared_data: Path, packing: str) -> None:
+    base = shared_data / "models" / "zh-tiny-llama"
+    file = shared_data / "instruction" / "sharegpt_zh_first200.jsonl"
+    made = tokenize_files(
+        file, tokenizer=base, base=base, template="chatml", max_length=1024, too_long="split", packing=packing
+    )
+    assert made.report.split > 20
+    encoder = Encoder(base)
+    rows = TokenRows(made.folder / "train")
+    segments = 0
+    for index in range(len(rows)):
+        row = rows.row(index)
+        found = split_packed(row.input_ids, row.labels, row.segment_ids)
+        assert find_faults(found, encoder, encoder.eos_id) == []
+        segments += len(found.starts) - 1
+        wrong = split_packed(row.input_ids, np.append(row.labels[1:], np.int32(-100)), row.segment_ids)
+        assert find_faults(wrong, encoder, encoder.eos_id)
+    assert segments > made.report.train.records
+    assert (segments > len(rows)) == (packing == "pack")
 
 
 def test_the_system_turn_is_in_the_rows_and_in_the_report(tokenize_files: Any, hundred: Path, stories: Path) -> None:

