@@ -36,6 +36,8 @@ artifacts_app = typer.Typer(no_args_is_help=True, help="Look at the artifact sto
 app.add_typer(artifacts_app, name="artifacts")
 data_app = typer.Typer(no_args_is_help=True, help="Look at data before anything is trained on it.")
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure beside the peers, which `make bench` installs.")
+app.add_typer(bench_app, name="bench")
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -214,6 +216,35 @@ def check_data(
     _answer(work, as_json)
     if not is_well:
         raise typer.Exit(EXIT_FAILED)
+
+
+@bench_app.command("tokenize")
+def bench_tokenize(
+    copies: Annotated[list[int] | None, typer.Option(min=1, help="How often the 10,021 records are taken.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the stage `tokenize` beside `datasets`' load_dataset and map, and what packing saves."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        from flows.bench import tokenize
+
+        document = tokenize.run(tuple(copies or tokenize.COPIES))
+        return document, view.figures(document)
+
+    _answer(work, as_json)
+
+
+@bench_app.command("loading")
+def bench_loading(as_json: Json = False) -> None:
+    """Measure batches from packed shards beside the training that takes them."""
+
+    def work() -> tuple[dict[str, Any], Any]:
+        from flows.bench import loading
+
+        document = loading.run()
+        return document, view.figures(document)
+
+    _answer(work, as_json)
 
 
 @artifacts_app.command("list")

@@ -171,3 +171,14 @@ def print_run(console: Console, record: RunRecord) -> None:
     evaluation = record.outcome("evaluate")
     if evaluation is not None and evaluation.path is not None:
         console.print(f"report: {evaluation.path}/report.html", soft_wrap=True, highlight=False)
+
+
+def figures(document: Any, indent: str = "") -> str:
+    """Nested figures for people, one a line."""
+    pairs = document.items() if isinstance(document, dict) else enumerate(document)
+    return "\n".join(
+        f"{indent}{name}:\n{figures(below, indent + '  ')}"
+        if isinstance(below, (dict, list))
+        else f"{indent}{name}: {below}"
+        for name, below in pairs
+    )

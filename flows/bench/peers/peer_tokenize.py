@@ -10,6 +10,7 @@ map left in its cache and prints the number of rows and the SHA-256 of all ids a
 import hashlib
 import json
 import sys
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, load_dataset
@@ -18,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 IGNORE = -100
 
 
-def tokenized(job: dict) -> Dataset:
+def tokenized(job: dict[str, Any]) -> Dataset:
     """All records as rows of input_ids and labels."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(job["tokenizer"])
     before, after = job["template"]
     end = tokenizer.convert_tokens_to_ids(job["end_token"])
 
-    def rows(batch: dict) -> dict:
+    def rows(batch: dict[str, Any]) -> dict[str, Any]:
         prompts, answers = [], []
         for instruction, question, output in zip(batch["instruction"], batch["input"], batch["output"], strict=True):
             if not output or not output.strip():
@@ -32,7 +33,7 @@ def tokenized(job: dict) -> Dataset:
             text = instruction + "\n" + question if instruction and question else instruction or question
             prompts.append(before + text + after)
             answers.append(output)
-        result = {"input_ids": [], "labels": []}
+        result: dict[str, Any] = {"input_ids": [], "labels": []}
         if not prompts:
             return result
         asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
@@ -47,7 +48,7 @@ def tokenized(job: dict) -> Dataset:
     return data.map(rows, batched=True, num_proc=job["processes"], remove_columns=data.column_names)
 
 
-def digest(data: Dataset) -> dict:
+def digest(data: Dataset) -> dict[str, Any]:
     """Number of rows, and the SHA-256 over the int32 ids and labels of all rows in order."""
     found = hashlib.sha256()
     for batch in data.with_format("numpy").iter(1000):

@@ -1,0 +1,1 @@
+"""Scripts that run in `.venv-peers` and import nothing of mindtune."""
