@@ -131,7 +131,7 @@ def _summary(found: DataCheck) -> RenderableType:
         lines.append(Text(f"{found.cut} records were shortened, {found.split} are in several rows"))
     if found.fault is not None:
         lines.append(Text(f"proof failed: {found.fault}", style="bold red"))
-    else:
+    elif rows:
         lines.append(
             Text(f"proof: {rows} rows train on exactly the answers and one end token each, labels not shifted", "green")
         )

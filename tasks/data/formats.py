@@ -90,7 +90,7 @@ def choose_format(file: DataFile, values: Sequence[object]) -> FormatName:
     scores = {name: _score(name, records, file.columns) for name in names}
     best = max(names, key=lambda name: scores[name])  # the first of equals
     if not any(scores[best]):
-        wanted = " or ".join(" and ".join(group) for name in names for group in TELLING[name])
+        wanted = ", or ".join(" and ".join(group) for name in names for group in TELLING[name])
         raise InputError("data.unknown_keys", wanted=wanted, suggestion=_suggestion(keys, names), **facts)
     return best
 
@@ -106,6 +106,8 @@ def _score(name: FormatName, records: Iterable[dict[str, Any]], columns: Mapping
 
 
 def _suggestion(keys: Sequence[str], names: Sequence[FormatName]) -> str:
+    if len(keys) == 1 and any(mark in keys[0] for mark in ";\t|"):
+        return "Its header is one column: separate the columns by commas, or by tabs in a .tsv file."
     by_lower = {key.strip().lower(): key for key in reversed(keys)}
     fields = ("text",) if list(names) == ["text"] else ("instruction", "output")
     guess = {

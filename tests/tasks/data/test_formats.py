@@ -53,6 +53,12 @@ def test_unknown_keys_are_shown_with_the_mapping_that_would_help() -> None:
     assert caught.value.hint == "Name its keys, e.g. data.columns: {instruction: Question, output: answer}"
 
 
+def test_a_header_in_one_piece_is_told_by_its_marks() -> None:
+    with pytest.raises(InputError) as caught:
+        choose_format(file(), [{"instruction;output": "a;b"}])
+    assert caught.value.hint == "Its header is one column: separate the columns by commas, or by tabs in a .tsv file."
+
+
 def test_a_format_that_is_asked_for_needs_its_keys() -> None:
     assert choose_format(file(format="text"), [{"text": "a", "messages": []}]) == "text"
     with pytest.raises(InputError, match=r"have no keys of conversations\."):
