@@ -61,7 +61,9 @@ def training_curve(report: TrainReport, validation_is_training: bool) -> str:
         )
         top.axvline(report.kept_step, color=INK, linewidth=0.9, linestyle=(0, (3, 3)), label="kept adapter")
         top.set_ylabel("loss, nats per token")
-        top.set_ylim(bottom=0)
+        seen = [*losses, *(point.loss for point in report.validation)]
+        if min(seen) < max(seen) / 2:  # else from 0 a small fall would look like none
+            top.set_ylim(bottom=0)
         bottom.plot(steps, rates, color=FIRST, linewidth=1.2)
         bottom.set_ylim(bottom=0)
         bottom.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)

@@ -517,6 +517,16 @@ def test_first_point_of_a_high_curve_is_whole():
     assert not re.search(r"<g clip-path[^>]*>\s*<use[^>]*var\(--second", picture)
 
 
+def test_small_fall_of_the_loss_can_be_seen():
+    curve = tuple(point.model_copy(update={"loss": 5.6 - point.step / 1000}) for point in TRAINED.curve)
+    validation = tuple(ValidationPoint(step=step, loss=5.58 - step / 1000) for step in (0, 250))
+    small = training_curve(TRAINED.model_copy(update={"curve": curve, "validation": validation}), False)
+    marker = r'<use xlink:href="#\w+" x="[\d.]+" y="([\d.]+)" style="fill: var\(--second'
+    first, last = (float(y) for y in re.findall(marker, small)[:2])
+    (height,) = re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', small)
+    assert last - first > float(height) / 3
+
+
 def test_histogram_shows_the_count_of_every_class():
     text = Page(length_histogram(TOKENIZED)).text
     for count in (*TOKENIZED.train.histogram_counts, *TOKENIZED.validation.histogram_counts):
