@@ -12,6 +12,7 @@ evaluate        scoring, memory, report, plots, report.html.j2
 generate        answer
 data check      data_check: what would be trained on, without running a stage
 data/           files to records: sources, containers, formats, readers, mixing; first_look: what is refused early;
-                records to rows: templates, encoding, masks, packing, shards: no Prefect, no MindSpore
+                records to rows: templates, chat_template, encoding, masks, proof, packing, shards: no Prefect, no
+                MindSpore
 models/         nn.Cell code, weights, adapters, generation: no Prefect, no store
 """

@@ -228,3 +228,44 @@ def test_exactly_the_answers_and_their_end_tokens_are_trained(
 
     search()
     assert run.kept > 2 * run.reasons.total()
+
+
+@pytest.fixture(scope="module")
+def shared_encoder(shared_data: Path) -> Encoder:
+    return Encoder(shared_data / "models" / "zh-tiny-llama")
+
+
+def test_long_conversations_keep_their_answers_whole_whatever_is_done_with_them(shared_encoder: Encoder) -> None:
+    template = TEMPLATES["chatml"]
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=10 * EXAMPLES, deadline=None, database=None, derandomize="MINDTUNE_EXAMPLES" not in os.environ
+    )
+    @given(
+        turns=conversations(True),
+        train_on=st.sampled_from(["all", "last"]),
+        too_long=st.sampled_from(["cut_prompt", "split"]),
+        longest=st.integers(8, 150),
+    )
+    def search(turns: tuple[Turn, ...], train_on: str, too_long: str, longest: int) -> None:
+        config = TokenizeConfig(template="chatml", max_length=longest, train_on=train_on, too_long=too_long)
+        made = make_rows([Record("data.json", 0, None, turns)], template, shared_encoder, config)[0]
+        if isinstance(made, Rejected):
+            return
+        seen.update(cut=made.is_cut, split=made.is_split)
+        assert all(len(row.input_ids) <= longest for row in made.rows)
+        trained = [label for row in made.rows for label in row.labels if label != IGNORE_LABEL]
+        ends = [-1, *(k for k, label in enumerate(trained) if label == shared_encoder.eos_id)]
+        found = [shared_encoder.decode(trained[a + 1 : b]) for a, b in itertools.pairwise(ends)]
+        answers = [turn.text for turn in turns if turn.role == "assistant"]
+        assert found == (answers[-1:] if train_on == "last" else answers)
+        if turns[0].role == "system":
+            start = shared_encoder.prompt_ids([turns[0], Turn("user", "")], template)
+            system = start[: start.index(shared_encoder.eos_id)]
+            assert all(row.input_ids[: len(system)] == system for row in made.rows)
+        if too_long == "cut_prompt":
+            assert len(made.rows) == 1
+
+    search()
+    assert min(seen["cut"], seen["split"]) > EXAMPLES / 10
