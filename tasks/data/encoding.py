@@ -246,6 +246,8 @@ def with_system(turns: Sequence[Turn], system: str | None) -> Sequence[Turn]:
 def _load(folder: Path) -> Any:
     # transformers 4.57 would say on standard error that there is no PyTorch; nothing here needs it
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # a SentencePiece file is read by protobuf, whose compiled form makes a later import of MindSpore 2.7.0 crash
+    os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

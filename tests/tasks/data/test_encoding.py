@@ -248,6 +248,21 @@ def test_files_that_hold_no_tokenizer_are_refused(tmp_path: Path, files: dict[st
     assert caught.value.code == "tokenizer.unreadable"
 
 
+def test_mindspore_can_be_imported_after_a_sentencepiece_file_was_read(stories: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((stories / name).read_bytes())
+    code = (
+        "import sys; from pathlib import Path; from tasks.data.encoding import Encoder;"
+        "print(Encoder(Path(sys.argv[1])).answer_ids('Once upon a time'));"
+        "import mindspore; print(mindspore.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ids, version = done.stdout.splitlines()
+    assert ids == str(Encoder(stories).answer_ids("Once upon a time"))
+    assert version
+
+
 def test_ids_do_not_depend_on_the_hash_seed(stories: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tasks.data.encoding import Encoder;"
