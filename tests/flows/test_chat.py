@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(finished):
             terminal.type(CTRL_C)
             assert "cut after" not in terminal.wait_for("\n> ")
             say(terminal, "/reset")
-        terminal.press_until(CTRL_C, "\n> ")  # at the prompt it begins a new line
+        terminal.repeat(lambda: terminal.type(CTRL_C), "\n> ")  # at the prompt it begins a new line
         terminal.type(CTRL_D)
         assert terminal.end() == 0
 
@@ -154,5 +154,5 @@ def test_sigterm_ends_the_chat(finished):
     cli, _ = finished
     with chat(cli) as terminal:
         terminal.wait_for("\n> ")
-        os.kill(terminal.pid, signal.SIGTERM)
+        terminal.repeat(lambda: os.kill(terminal.pid, signal.SIGTERM), "Stopped by a signal")
         assert terminal.end() == 130
