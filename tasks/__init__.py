@@ -9,7 +9,7 @@ how they run    runner, child: a stage in a process of its own; cached: the six 
 validate_env    environment, probe
 train           training: the loop; batches, schedule, checkpoints, step_clock
 evaluate        scoring, memory, report, plots, report.html.j2
-generate        answer
+generate        answer, with data/decoding: text as its tokens come
 data check      data_check: what would be trained on, without running a stage
 data/           files to records: sources, containers, formats, readers, mixing; first_look: what is refused early;
                 records to rows: templates, chat_template, encoding, masks, proof, packing, shards: no Prefect, no
