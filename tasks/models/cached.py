@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from tasks.models.decoder import Block, Decoder
-from tasks.models.layers import MASKED, rotary_tables
+from tasks.models.layers import MASKED, Angles, rotary_tables
 
 INPUT_SHAPES: dict[str, tuple[int | None, ...]] = {"input_ids": (1, None), "positions": (None,)}
 
@@ -29,7 +29,7 @@ class CachedBlock(nn.Cell):
         rows: S, positions that the cache holds.
     Inputs:
         x: (1, T, D).
-        cosine, sine: (T, C/2) at the positions of the T tokens.
+        angles: cosine and sine, (T, 1, C/2) each, at the positions of the T tokens.
         written: (T * K,) int32, the cache rows of the T tokens.
         mask: (T, S).
     Outputs:
@@ -46,10 +46,10 @@ class CachedBlock(nn.Cell):
         self.values = Parameter(Tensor(zeros), name=f"cache.{index}.values", requires_grad=False)
         self.write = ops.ScatterUpdate()
 
-    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor, written: Tensor, mask: Tensor) -> Tensor:
+    def construct(self, x: Tensor, angles: Angles, written: Tensor, mask: Tensor) -> Tensor:
         """See the class."""
         attention = self.block.self_attn
-        queries, keys, values = attention.project(self.block.input_layernorm(x), cosine, sine)
+        queries, keys, values = attention.project(self.block.input_layernorm(x), angles, angles)
         keys = self.write(self.keys, written, keys.reshape(-1, self.head_size))  # (K * S, C)
         values = self.write(self.values, written, values.reshape(-1, self.head_size))
         keys = keys.reshape(1, self.heads, self.rows, self.head_size)
@@ -93,13 +93,13 @@ class CachedDecoder(nn.Cell):
 
     def construct(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See the class."""
-        cosine = ops.gather(self.cosine, positions, 0)  # (T, C/2)
-        sine = ops.gather(self.sine, positions, 0)
+        cosine = ops.gather(self.cosine, positions, 0).expand_dims(1)  # (T, 1, C/2)
+        sine = ops.gather(self.sine, positions, 0).expand_dims(1)
         places = positions.expand_dims(1)  # (T, 1)
         written = (places + self.first_rows).reshape(-1)  # (T * K,)
         mask = (self.columns > places).astype(mstype.float32) * MASKED  # (T, S)
         x = self.decoder.model.embed_tokens(input_ids)  # (1, T, D)
         for block in self.blocks:
-            x = block(x, cosine, sine, written, mask)
+            x = block(x, (cosine, sine), written, mask)
         logits = self.decoder.logits(self.decoder.model.norm(x))  # (1, T, V)
         return logits.reshape(-1, self.vocabulary)

@@ -12,7 +12,17 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
-from tasks.models.layers import MASKED, Attention, FeedForward, RMSNorm, causal_mask, dense, rotary_tables
+from tasks.models.layers import (
+    MASKED,
+    Angles,
+    Attention,
+    FeedForward,
+    RMSNorm,
+    as_type,
+    causal_mask,
+    dense,
+    rotary_tables,
+)
 from tasks.models.spec import DecoderSpec
 
 
@@ -53,8 +63,7 @@ class Block(nn.Cell):
         spec: sizes.
     Inputs:
         x: (B, T, D).
-        cosine, sine: (T, C/2) or (B, T, C/2).
-        mask: (T, T) or (B, 1, 1, T, T).
+        angles, key_angles, mask: see `Attention`.
     Outputs:
         (B, T, D).
     """
@@ -66,9 +75,9 @@ class Block(nn.Cell):
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
         self.mlp = FeedForward(spec)
 
-    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor) -> Tensor:
+    def construct(self, x: Tensor, angles: Angles, key_angles: Angles, mask: Tensor) -> Tensor:
         """See the class."""
-        x = x + self.self_attn(self.input_layernorm(x), cosine, sine, mask)
+        x = x + self.self_attn(self.input_layernorm(x), angles, key_angles, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -87,6 +96,7 @@ class Trunk(nn.Cell):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.head_size, self.rope_theta = spec.head_size, spec.rope_theta
+        self.heads, self.key_value_heads = spec.heads, spec.key_value_heads
         self.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
         self.layers = nn.CellList([Block(spec) for _ in range(spec.layers)])
         self.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
@@ -95,14 +105,21 @@ class Trunk(nn.Cell):
         self, input_ids: Tensor, segment_ids: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """See the class."""
-        cosine, sine, mask = _constants(input_ids.shape[1], self.head_size, self.rope_theta)
+        batch, tokens = input_ids.shape
+        cosine, sine, mask = _constants(tokens, self.head_size, self.rope_theta)
         if segment_ids is not None:
             cosine, sine = ops.gather(cosine, positions, 0), ops.gather(sine, positions, 0)  # (B, T, C/2)
             apart = segment_ids.expand_dims(2) != segment_ids.expand_dims(1)  # (B, T, T)
             mask = ops.minimum(mask, apart.astype(mstype.float32) * MASKED).expand_dims(1).expand_dims(1)
+        mask = ops.broadcast_to(mask, (batch, self.key_value_heads, self.heads // self.key_value_heads, tokens, tokens))
         x = self.embed_tokens(input_ids)
+        cosine, sine = as_type(cosine, x.dtype).expand_dims(-2), as_type(sine, x.dtype).expand_dims(-2)
+        shape = (batch, tokens, self.heads, self.head_size // 2)
+        key_shape = (batch, tokens, self.key_value_heads, self.head_size // 2)
+        angles = ops.broadcast_to(cosine, shape), ops.broadcast_to(sine, shape)
+        key_angles = ops.broadcast_to(cosine, key_shape), ops.broadcast_to(sine, key_shape)
         for layer in self.layers:
-            x = layer(x, cosine, sine, mask)
+            x = layer(x, angles, key_angles, mask)
         return self.norm(x)
 
 

@@ -2,6 +2,10 @@
 
 Weights start at zero and are set by `loading`; a Dense with weight_init="zeros" takes no time and no memory until then.
 Each Cell computes in the type of its input; norms and softmax compute in float32 always.
+
+Nothing large is multiplied by or added to a tensor of another shape: on CPU such an operator of MindSpore 2.7.0 keeps
+two index lists of 8 bytes for each element of its output, for as long as the graph lives, and is half as fast. Angles
+and masks are spread to full size once for all layers instead, and the norm takes an outer product.
 """
 
 import numpy as np
@@ -11,6 +15,8 @@ from mindspore.common.initializer import initializer
 from numpy.typing import NDArray
 
 from tasks.models.spec import DecoderSpec
+
+Angles = tuple[Tensor, Tensor]  # cosine and sine
 
 MASKED = -1e9  # added to a score: its weight becomes exactly 0, and unlike -inf it can't turn into NaN
 
@@ -60,12 +66,15 @@ class RMSNorm(nn.Cell):
         super().__init__()
         self.weight = Parameter(initializer("zeros", (width,), mstype.float32), name="weight")
         self.epsilon = epsilon
+        self.outer = ops.MatMul()
 
     def construct(self, x: Tensor) -> Tensor:
         """See the class."""
         exact = as_type(x, mstype.float32)
         mean_square = ops.square(exact).mean(-1, keep_dims=True)  # (..., 1)
-        return as_type(exact * ops.rsqrt(mean_square + self.epsilon) * self.weight, x.dtype)
+        scale = ops.rsqrt(mean_square + self.epsilon).reshape(-1, 1)  # (all, 1)
+        factors = self.outer(scale, self.weight.expand_dims(0))  # (all, D)
+        return as_type(exact * factors.reshape(x.shape), x.dtype)
 
 
 class Rotary(nn.Cell):
@@ -73,7 +82,7 @@ class Rotary(nn.Cell):
 
     Inputs:
         x: (B, T, heads, C).
-        cosine, sine: (T, C/2) or (B, T, C/2), see `rotary_tables`.
+        angles: cosine and sine, see `rotary_tables`, (B, T, heads, C/2) each, or (T, 1, C/2) for few tokens.
     Outputs:
         (B, T, heads, C).
     Source: as `rotary_tables`; pairs half a head apart instead of neighbours, as in Hugging Face checkpoints, whose
@@ -85,10 +94,9 @@ class Rotary(nn.Cell):
         self.split = ops.Split(axis=-1, output_num=2)
         self.join = ops.Concat(axis=-1)
 
-    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def construct(self, x: Tensor, angles: Angles) -> Tensor:
         """See the class."""
-        cosine = as_type(cosine, x.dtype).expand_dims(-2)  # (..., T, 1, C/2)
-        sine = as_type(sine, x.dtype).expand_dims(-2)
+        cosine, sine = angles
         first, second = self.split(x)  # (B, T, heads, C/2) each
         return self.join((first * cosine - second * sine, second * cosine + first * sine))
 
@@ -100,8 +108,8 @@ class Attention(nn.Cell):
         spec: sizes D, H, K, C.
     Inputs:
         x: (B, T, D).
-        cosine, sine: (T, C/2) or (B, T, C/2).
-        mask: (T, T) or (B, 1, 1, T, T), added to the scores.
+        angles, key_angles: cosine and sine for the H heads of queries and the K heads of keys, see `Rotary`.
+        mask: (B, K, H/K, T, T), or (T, T) for few tokens; added to the scores.
     Outputs:
         (B, T, D).
     Source: Ainslie et al. 2023, arXiv 2305.13245. Query heads of a group are put after each other along T, so that keys
@@ -121,23 +129,23 @@ class Attention(nn.Cell):
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.weighted_sum = ops.BatchMatMul()
 
-    def construct(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor) -> Tensor:
+    def construct(self, x: Tensor, angles: Angles, key_angles: Angles, mask: Tensor) -> Tensor:
         """See the class."""
-        queries, keys, values = self.project(x, cosine, sine)
+        queries, keys, values = self.project(x, angles, key_angles)
         return self.attend(queries, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), mask)
 
-    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, angles: Angles, key_angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, T, H, C), keys and values (B, T, K, C); queries and keys turned by their positions."""
         batch, tokens, _ = x.shape
         queries = self.q_proj(x).reshape(batch, tokens, self.heads, self.head_size)
         keys = self.k_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
         values = self.v_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
-        return self.rotary(queries, cosine, sine), self.rotary(keys, cosine, sine), values
+        return self.rotary(queries, angles), self.rotary(keys, key_angles), values
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Mix the values and project them back to (B, T, D).
 
-        Queries are (B, T, H, C), keys and values (B, K, S, C), the mask (T, S) or (B, 1, 1, T, S).
+        Queries are (B, T, H, C), keys and values (B, K, S, C), the mask (T, S) or (B, K, H/K, T, S).
         """
         batch, tokens, _, _ = queries.shape
         grouped = (queries * self.scale).reshape(batch, tokens, self.key_value_heads, self.group, self.head_size)
