@@ -215,6 +215,14 @@ class TokenizeConfig(Section):
         default=4, ge=2, le=16, description="padded lengths with packing `buckets`, at most; each is a graph to compile"
     )
     rows_per_shard: int = Field(default=10000, ge=1, description="rows in one Arrow file")
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="processes that turn records into tokens; 1: that of the stage alone; null: one for each usable "
+        "core, at most 8, fewer for small files. The shards are the same for any number",
+        json_schema_extra=NEUTRAL,
+    )
 
     @model_validator(mode="after")
     def _place_for_the_system_turn(self) -> Self:

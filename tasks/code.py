@@ -3,7 +3,7 @@
 It covers the project modules that the stage's module imports, directly or through others, without comments and
 docstrings: a better comment makes nothing anew. Modules whose text can't change a stage's result are left out by name:
 the contracts (their values enter the key by themselves), messages, where the base model lies (its content enters the
-key), and the layout of the report.
+key), which process does the work, and the layout of the report.
 """
 
 import ast
@@ -23,6 +23,7 @@ NEUTRAL = frozenset(
         "tasks.locations",
         "tasks.report",
         "tasks.stages",
+        "tasks.workers",
     }
 )
 

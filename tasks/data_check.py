@@ -14,15 +14,15 @@ from schemas.config import LlmConfig
 from schemas.errors import StageError
 from schemas.reports import Rejected
 from schemas.tables import IGNORE_LABEL
-from tasks.data.chat_template import open_template
 from tasks.data.decoding import TextStream
 from tasks.data.encoding import Encoder
 from tasks.data.first_look import sniff
 from tasks.data.formats import FormatName
+from tasks.data.making import LeftOut, Made, Maker, read_batches
 from tasks.data.masks import TokenRow, place_of
 from tasks.data.replacing import Replacer
 from tasks.data.sources import Container, training_files, validation_files
-from tasks.tokenize import LeftOut, Made, make_all, open_encoder
+from tasks.tokenize import open_encoder
 
 LISTED_REJECTS = 100
 QUANTILES = (0.5, 0.9, 0.99)
@@ -147,14 +147,20 @@ def check_data(
         CheckedFile(file.name, *sniff(file), file.weight) for file in (*training_files(data), *validation_files(data))
     ]
     encoder = open_encoder(config)
-    template = open_template(config.tokenize.template, encoder, config.tokenize.system)
+    maker = Maker(config, encoder)
     check = DataCheck(config.tokenize.template, config.tokenize.max_length, files)
+    read, total = 0, 0
     try:
-        for source, item in make_all(config, template, encoder, Replacer(data.replace), report_progress):
-            _count(check, check.files[source], item)
-            number = item.record if isinstance(item, Rejected) else item.record.index
-            if (len(check.shown) < records) if index is None else number == index:
-                check.shown.append(_shown(item, encoder))
+        for batch in read_batches(data, Replacer(data.replace)):
+            for item in maker.each(batch):
+                _count(check, check.files[batch.source], item)
+                number = item.record if isinstance(item, Rejected) else item.record.index
+                if (len(check.shown) < records) if index is None else number == index:
+                    check.shown.append(_shown(item, encoder))
+            read += len(batch.items)
+            total = batch.bytes_total
+            report_progress(batch.bytes_done, total, f"{read} records")
+        report_progress(total, total, f"{read} records")
     except StageError as error:
         check.fault = error.message
     check.problem = _problem(check, config)

@@ -11,14 +11,11 @@ epoch has its rows among the training rows as often; among the held-out rows it 
 `validation/` is empty, the report says `validation_is_training`, and the training rows are evaluated.
 """
 
-import hashlib
-import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,23 +26,18 @@ from schemas.config import LlmConfig
 from schemas.errors import InputError
 from schemas.manifest import StageJob, StageResult
 from schemas.reports import Rejected, SourceCounts, SplitStatistics, TokenizeReport
-from schemas.tables import IGNORE_LABEL
-from tasks.data.chat_template import open_template
 from tasks.data.encoding import Encoder
-from tasks.data.masks import RecordRows, TokenRow, make_rows, place_of
-from tasks.data.mixing import copies_of
+from tasks.data.making import MadeBatch, Maker, read_batches
+from tasks.data.masks import place_of
 from tasks.data.packing import padded_lengths, padded_tokens
-from tasks.data.readers import RecordReader
-from tasks.data.records import Record
 from tasks.data.replacing import Replacer
 from tasks.data.shards import ShardWriter
 from tasks.data.sources import training_files, validation_files
-from tasks.data.templates import Template
-from tasks.files import canonical_json
 from tasks.locations import base_path, tokenizer_path
 from tasks.models.spec import read_config
 from tasks.stages import StageContext
 from tasks.tokenizer_files import open_tokenizer
+from tasks.workers import MOST_WORKERS, in_order, usable_cores
 
 log = logging.getLogger("mindtune.tokenize")
 
@@ -54,37 +46,8 @@ REJECTED_FILE = "rejected.jsonl"
 LOGGED_REJECTS = 3  # the file has all of them
 SHOWN_PLACES = 3  # of each reason, in an error
 PROGRESS_SECONDS = 0.5
-BATCH_RECORDS = 256  # records that are encoded together
-
-
-class _Split(ShardWriter):
-    """A split that keeps count of what is written to it."""
-
-    def __init__(self, folder: Path, rows_per_shard: int, packed_length: int | None = None) -> None:
-        super().__init__(folder, rows_per_shard, packed_length)
-        self.records = 0
-        self.lengths: list[int] = []
-        self.trained_tokens = 0
-
-    def append(self, row: TokenRow, source: int, record: int) -> None:
-        super().append(row, source, record)
-        self.lengths.append(len(row.input_ids))
-        self.trained_tokens += sum(label != IGNORE_LABEL for label in row.labels)
-
-    def statistics(self) -> SplitStatistics:
-        longest = max(self.lengths, default=0)
-        edges = [0, 16]
-        while edges[-1] <= longest:  # the last edge lies above the longest row
-            edges.append(2 * edges[-1])
-        return SplitStatistics(
-            records=self.records,
-            rows=self.row_lengths.total(),
-            tokens=sum(self.lengths),
-            trained_tokens=self.trained_tokens,
-            longest=longest,
-            histogram_edges=tuple(edges),
-            histogram_counts=tuple(np.histogram(self.lengths, edges)[0].tolist()),
-        )
+BYTES_PER_WORKER = 2**20  # of the files; for less a process more does not pay
+FATES = ("rejected", "left_out", "held_out", "train", "seen")  # of a file's records
 
 
 class _Rejects:
@@ -121,30 +84,6 @@ class _Rejects:
         return f"{reason}: {count} ({', '.join(places)})"
 
 
-@dataclass(frozen=True)
-class Made:
-    """A record that has become rows.
-
-    Args:
-        record: the record, texts replaced.
-        made: its rows.
-        is_held_out: they are no training rows.
-        copies: how often they stand in the split.
-    """
-
-    record: Record
-    made: RecordRows
-    is_held_out: bool
-    copies: int
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A record that the weight of its source leaves out."""
-
-    record: Record
-
-
 def run(job: StageJob, context: StageContext) -> StageResult:
     """Tokenize the records of a run.
 
@@ -157,63 +96,60 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     """
     config, output = job.config, Path(job.output)
     encoder = open_encoder(config)
-    template = open_template(config.tokenize.template, encoder, config.tokenize.system)
-    counts: Counter[str] = Counter()
+    maker = Maker(config, encoder)
     files = (*training_files(config.data), *validation_files(config.data))
-    sources: list[Counter[str]] = [Counter() for _ in files]
+    counts: list[Counter[str]] = [Counter() for _ in files]
     replacer = Replacer(config.data.replace)
     with ExitStack() as stack:
         packed_length = config.tokenize.max_length if config.tokenize.packing == "pack" else None
-        train = stack.enter_context(_Split(output / "train", config.tokenize.rows_per_shard, packed_length))
-        validation = stack.enter_context(_Split(output / "validation", config.tokenize.rows_per_shard))
+        train = stack.enter_context(ShardWriter(output / "train", config.tokenize.rows_per_shard, packed_length))
+        validation = stack.enter_context(ShardWriter(output / "validation", config.tokenize.rows_per_shard))
         rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
-        for source, item in make_all(config, template, encoder, replacer, context.report_progress):
-            if isinstance(item, Rejected):
+        for made in stack.enter_context(closing(_make(config, maker, replacer, context))):
+            for item in made.rejected:
                 if config.data.on_bad == "stop":
                     raise InputError("data.bad_record", stage=STAGE, place=place_of(item), reason=item.reason)
                 rejects.add(item)
-                sources[source].update(rejected=1)
-            elif isinstance(item, LeftOut):
-                sources[source].update(left_out=1)
-            else:
-                split = validation if item.is_held_out else train
-                for row in item.made.rows * item.copies:
-                    split.append(row, source, item.record.index)
-                split.records += 1
-                counts.update(numbers=item.record.has_number, cut=item.made.is_cut, split=item.made.is_split)
-                sources[source].update({"held_out": 1} if item.is_held_out else {"train": 1, "seen": item.copies})
-    kept, rejected = train.records + validation.records, rejects.counts.total()
-    left_out = sum(source["left_out"] for source in sources)
+            train.append(made.train)
+            validation.append(made.validation)
+            counts[made.batch.source] += made.counts
+    whole = sum(counts, Counter())
+    kept = whole["train"] + whole["held_out"]
     shapes = config.tokenize.buckets if config.tokenize.packing == "buckets" else 1
     lengths = padded_lengths(train.row_lengths + validation.row_lengths, shapes, config.tokenize.max_length)
     report = TokenizeReport(
         template=config.tokenize.template,
         system=config.tokenize.system,
-        read=kept + left_out + rejected,
+        read=kept + whole["left_out"] + whole["rejected"],
         kept=kept,
-        left_out=left_out,
-        rejected=rejected,
+        left_out=whole["left_out"],
+        rejected=whole["rejected"],
         reasons=dict(sorted(rejects.counts.items())),
-        cut=counts["cut"],
-        split=counts["split"],
+        cut=whole["cut"],
+        split=whole["split"],
         replaced=dict(replacer.counts),
-        numbers_as_text=counts["numbers"],
-        sources=tuple(SourceCounts(weight=file.weight, **tally) for file, tally in zip(files, sources, strict=True)),
-        train=train.statistics(),
-        validation=validation.statistics(),
-        validation_is_training=not validation.lengths,
+        numbers_as_text=whole["numbers"],
+        sources=tuple(
+            SourceCounts(weight=file.weight, **{fate: of_file[fate] for fate in FATES})
+            for file, of_file in zip(files, counts, strict=True)
+        ),
+        train=_statistics(train, whole["train"]),
+        validation=_statistics(validation, whole["held_out"]),
+        validation_is_training=not whole["held_out"],
         packing=config.tokenize.packing,
         padded_lengths=lengths,
-        real_token_share=sum(train.lengths) / max(1, padded_tokens(train.row_lengths, lengths)),
+        real_token_share=train.tokens / max(1, padded_tokens(train.row_lengths, lengths)),
         bos_id=encoder.bos_id,
-        eos_id=encoder.end_ids(template)[0],
+        eos_id=encoder.end_ids(maker.template)[0],
     )
     _check_enough(report, config, str(rejects), output / REJECTED_FILE)
     for text, count in replacer.counts.items():
         if not count:
             log.warning("data.replace names %r, which stands in no record", text)
-    if rejected:
-        log.warning("%d of %d records are left out, listed in %s: %s", rejected, report.read, REJECTED_FILE, rejects)
+    if report.rejected:
+        log.warning(
+            "%d of %d records are left out, listed in %s: %s", report.rejected, report.read, REJECTED_FILE, rejects
+        )
     (output / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     metrics = {
         "rows": report.train.rows,
@@ -246,54 +182,42 @@ def open_encoder(config: LlmConfig) -> Encoder:
     return encoder
 
 
-def is_held_out(record: Record, share: float) -> bool:
-    """Whether a record is kept for validation: its SHA-256, read as a fraction from 0 to 1, lies below the share."""
-    content = canonical_json(record.texts())
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64 < share
+def _make(config: LlmConfig, maker: Maker, replacer: Replacer, context: StageContext) -> Generator[MadeBatch]:
+    """What becomes of all records, batch by batch; says how far it is."""
+    read, total, told = 0, 0, time.monotonic()
+    batches = read_batches(config.data, replacer)
+    for made in in_order(maker, batches, config.tokenize.workers or _default_workers(config)):
+        yield made
+        read += made.read
+        total = made.batch.bytes_total
+        if time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            context.report_progress(made.batch.bytes_done, total, f"{read} records")
+    context.report_progress(total, total, f"{read} records")
 
 
-def make_all(
-    config: LlmConfig,
-    template: Template,
-    encoder: Encoder,
-    replacer: Replacer,
-    report_progress: Callable[[int, int, str], None],
-) -> Iterator[tuple[int, Made | LeftOut | Rejected]]:
-    """What becomes of every record, in order, each with the number of its file: of the training files, then of the
-    validation files, folders spelled out.
-    """
-    training = training_files(config.data)
-    files = (*training, *validation_files(config.data))
-    readers = [RecordReader(file) for file in files]
-    total = sum(reader.bytes_total for reader in readers)
-    read, told = 0, time.monotonic()
-    for source, (file, reader) in enumerate(zip(files, readers, strict=True)):
-        for items in _batches(reader, replacer):
-            copies = [copies_of(item, file.weight) if isinstance(item, Record) else 0 for item in items]
-            records = [item for item, count in zip(items, copies, strict=True) if isinstance(item, Record) and count]
-            made = iter(make_rows(records, template, encoder, config.tokenize))
-            for item, count in zip(items, copies, strict=True):
-                if isinstance(item, Rejected):
-                    yield source, item
-                elif not count:
-                    yield source, LeftOut(item)
-                elif isinstance(rows := next(made), Rejected):
-                    yield source, rows
-                elif source >= len(training) or is_held_out(item, config.data.held_out_share):
-                    yield source, Made(item, rows, True, 1)
-                else:
-                    yield source, Made(item, rows, False, count)
-            read += len(items)
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
-                report_progress(sum(other.bytes_done for other in readers), total, f"{read} records")
-    report_progress(total, total, f"{read} records")
+def _default_workers(config: LlmConfig) -> int:
+    files = (*training_files(config.data), *validation_files(config.data))
+    size = sum(file.stat()[0] for file in files)
+    return min(usable_cores(), MOST_WORKERS, 1 + size // BYTES_PER_WORKER)
 
 
-def _batches(reader: RecordReader, replacer: Replacer) -> Iterator[list[Record | Rejected]]:
-    items = (replacer(item) if isinstance(item, Record) else item for item in reader)
-    while batch := list(itertools.islice(items, BATCH_RECORDS)):
-        yield batch
+def _statistics(split: ShardWriter, records: int) -> SplitStatistics:
+    lengths = split.segment_lengths
+    longest = max(lengths, default=0)
+    edges = [0, 16]
+    while edges[-1] <= longest:  # the last edge lies above the longest row
+        edges.append(2 * edges[-1])
+    counts, _ = np.histogram(list(lengths), edges, weights=list(lengths.values()))
+    return SplitStatistics(
+        records=records,
+        rows=split.row_lengths.total(),
+        tokens=split.tokens,
+        trained_tokens=split.trained_tokens,
+        longest=longest,
+        histogram_edges=tuple(edges),
+        histogram_counts=tuple(counts.astype(int).tolist()),
+    )
 
 
 def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str, listed: Path) -> None:

@@ -30,8 +30,9 @@ from schemas.errors import StageError
 from schemas.reports import Rejected
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoded, Encoder, with_system
-from tasks.data.proof import find_faults, join
+from tasks.data.proof import find_faults
 from tasks.data.records import Record, Turn
+from tasks.data.segments import join
 from tasks.data.templates import Script, Template, TurnsError, plain_text
 
 TOO_LONG = "longer than max_length"

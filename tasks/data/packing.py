@@ -12,15 +12,12 @@ to one of a few lengths. Plain NumPy, no files.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
+from tasks.data.segments import IntArray
 
-WINDOW_ROWS = 256  # full rows of tokens that are held and packed together; bounds the memory for any input
 LENGTH_MULTIPLE = 32  # tokens; coarse enough that a few more rows seldom ask for another graph
 
 
@@ -33,38 +30,18 @@ class Row(NamedTuple):
     positions: IntArray
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """One record on its way into a row.
-
-    Args:
-        input_ids: (T,) int32.
-        labels: (T,) int32, not shifted.
-        source: index of its data file.
-        record: index of the record in it.
-    """
-
-    input_ids: IntArray
-    labels: IntArray
-    source: int
-    record: int
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
 def place(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which fragments share a row: best fit, longest first.
+    """Which segments share a row: best fit, longest first.
 
-    Each fragment goes into the fullest row that still has room for it, else into a new one. A function of the lengths
+    Each segment goes into the fullest row that still has room for it, else into a new one. A function of the lengths
     and their order alone.
 
     Args:
-        lengths: tokens of each fragment, each at most `room`.
+        lengths: tokens of each segment, each at most `room`.
         room: tokens of a row.
 
     Returns:
-        For each row the indices of its fragments, ascending.
+        For each row the indices of its segments, ascending.
     Source: Johnson 1973, Near-optimal bin packing algorithms: at most 11/9 of the fewest rows possible, plus a few.
     """
     rows: list[list[int]] = []
@@ -81,38 +58,6 @@ def place(lengths: Sequence[int], room: int) -> list[list[int]]:
         if left > length:
             insort(space, (left - length, row))
     return [sorted(row) for row in rows]
-
-
-class Packer:
-    """Packs fragments as they come, a window of them at a time.
-
-    The rows are a function of the fragments and their order alone. Memory is bounded by the window, that is by
-    WINDOW_ROWS * length tokens; a window leaves one row or two that are not full.
-
-    Args:
-        length: tokens of a row, at most.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._window: list[Fragment] = []
-        self._tokens = 0
-
-    def add(self, fragment: Fragment) -> list[list[Fragment]]:
-        """Take a fragment of at most `length` tokens.
-
-        Returns:
-            The rows that are ready, each by its fragments; mostly none.
-        """
-        self._window.append(fragment)
-        self._tokens += len(fragment)
-        return self.flush() if self._tokens >= WINDOW_ROWS * self._length else []
-
-    def flush(self) -> list[list[Fragment]]:
-        """The rows of what is held."""
-        window, self._window, self._tokens = self._window, [], 0
-        placed = place([len(fragment) for fragment in window], self._length)
-        return [[window[index] for index in row] for row in placed]
 
 
 def padded_lengths(counts: Mapping[int, int], most: int, limit: int) -> tuple[int, ...]:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoder
-
-IntArray = npt.NDArray[np.int32]
+from tasks.data.segments import IntArray, Segments
 
 FaultName = Literal[
     "labels are shifted",
@@ -49,32 +47,6 @@ class Fault:
         return f"{self.name} ({self.details})"
 
 
-@dataclass(frozen=True)
-class Segments:
-    """Segments of rows after each other in flat arrays.
-
-    Args:
-        ids: (N,) token ids.
-        labels: (N,), not shifted.
-        starts: (S + 1,) where each segment begins, and N.
-    """
-
-    ids: IntArray
-    labels: IntArray
-    starts: npt.NDArray[np.int64]
-
-
-def join(ids: Sequence[npt.ArrayLike], labels: Sequence[npt.ArrayLike]) -> Segments:
-    """Segments of rows that hold one record each."""
-    arrays = [np.asarray(each, np.int32) for each in ids]
-    starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    nothing = np.empty(0, np.int32)
-    marks = [np.asarray(each, np.int32) for each in labels]
-    if [len(each) for each in marks] != [len(each) for each in arrays]:
-        raise ValueError("rows must have as many labels as ids")
-    return Segments(np.concatenate([nothing, *arrays]), np.concatenate([nothing, *marks]), starts)
-
-
 def split_packed(ids: IntArray, labels: IntArray, segment_ids: IntArray) -> Segments:
     """Segments of one row that may be packed; padding (segment 0) belongs to none and must have no label.
 
@@ -86,7 +58,8 @@ def split_packed(ids: IntArray, labels: IntArray, segment_ids: IntArray) -> Segm
     if not np.array_equal(real, np.arange(count)) or (labels[count:] != IGNORE_LABEL).any():
         raise ValueError("padding stands before a segment or has labels")
     edges = np.flatnonzero(np.diff(segment_ids[:count])) + 1
-    return Segments(ids[:count], labels[:count], np.concatenate([[0], edges, [count]] if count else [[0]]))
+    starts = np.concatenate([[0], edges, [count]] if count else [[0]])
+    return Segments(ids[:count], labels[:count], starts, np.full((len(starts) - 1, 2), -1))
 
 
 def find_faults(
@@ -117,8 +90,8 @@ class _Search:
     def __init__(self, segments: Segments, encoder: Encoder, end_id: int, open_ends: bool) -> None:
         self._ids, self._labels, self._starts = segments.ids, segments.labels, segments.starts
         self._encoder, self._end, self._open_ends = encoder, end_id, open_ends
-        self._count = len(self._starts) - 1
-        self._segment = np.repeat(np.arange(self._count), np.diff(self._starts))  # (N,) segment of each token
+        self._count = len(segments)
+        self._segment = np.repeat(np.arange(self._count), segments.lengths)  # (N,) segment of each token
         self._trained = self._labels != IGNORE_LABEL
         self._is_control = np.isin(self._ids, sorted(encoder.control_ids))
         self._is_first = np.zeros(len(self._ids), bool)

@@ -4,8 +4,8 @@ A split is a folder with `part-00000.arrow`, `part-00001.arrow`, ...; a split wi
 rows give the same bytes.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,33 +16,45 @@ import pyarrow as pa
 
 from schemas.errors import StoreError
 from schemas.tables import IGNORE_LABEL, TOKENS, check_schema
-from tasks.data.masks import TokenRow
-from tasks.data.packing import Fragment, Packer, Row
+from tasks.data.packing import Row, place
+from tasks.data.segments import LongArray, Segments, concatenate
 
-ROWS_PER_BATCH = 1000  # rows held in memory before they are written, at most
-TOKENS_PER_BATCH = 2**20  # as soon as the rows held have as many tokens, they are written
+WINDOW_SEGMENTS = 1000  # segments held in memory before they are written, at most, without packing
+WINDOW_TOKENS = 2**20  # and their tokens
+WINDOW_ROWS = 256  # with packing: full rows of tokens that are held and packed together
 
 
 class ShardWriter:
     """Writes the rows of one split; a context manager.
 
+    Segments are held until there is a window of them, which is packed and written: that bounds the memory for any
+    input, and leaves one packed row or two a window that are not full. The files are a function of the segments and
+    their order alone, however many are added at once.
+
     Args:
         folder: of the split; made here.
         rows_per_shard: rows in one file.
-        packed_length: records are packed into rows of at most so many tokens; None: each record is a row.
+        packed_length: segments are packed into rows of at most so many tokens; None: each is a row.
+
+    `segment_lengths` and `row_lengths` count what was added and what was written by tokens; `tokens` and
+    `trained_tokens` are those of all segments.
     """
 
     def __init__(self, folder: Path, rows_per_shard: int, packed_length: int | None = None) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._rows_per_shard = rows_per_shard
-        self._packer = None if packed_length is None else Packer(packed_length)
-        self._waiting: list[Sequence[Fragment]] = []
-        self._waiting_tokens = 0
+        self._packed_length = packed_length
+        self._window_tokens = WINDOW_TOKENS if packed_length is None else WINDOW_ROWS * packed_length
+        self._window_segments = WINDOW_SEGMENTS if packed_length is None else self._window_tokens
+        self._held: list[Segments] = []
         self._file: Any = None
         self._rows_in_file = 0
         self._files = 0
-        self.row_lengths: Counter[int] = Counter()  # rows made so far, by tokens; all of them once the writer is closed
+        self.segment_lengths: Counter[int] = Counter()
+        self.row_lengths: Counter[int] = Counter()
+        self.tokens = 0
+        self.trained_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -54,43 +66,53 @@ class ShardWriter:
             self.finish()
         self._close_file()
 
-    def append(self, row: TokenRow, source: int, record: int) -> None:
-        """Add a record's row.
-
-        Args:
-            row: the row.
-            source: index of the data file.
-            record: index of the record in it.
-        """
-        ids, labels = np.asarray(row.input_ids, np.int32), np.asarray(row.labels, np.int32)
-        fragment = Fragment(ids, labels, source, record)
-        for ready in [[fragment]] if self._packer is None else self._packer.add(fragment):
-            self._add(ready)
+    def append(self, segments: Segments) -> None:
+        """Add the rows of some records; with packing, none longer than a packed row."""
+        self.segment_lengths.update(_counted(segments.lengths))
+        self.tokens += len(segments.ids)
+        self.trained_tokens += int(np.count_nonzero(segments.labels != IGNORE_LABEL))
+        self._held.append(segments)
+        if (
+            sum(map(len, self._held)) >= self._window_segments
+            or sum(len(part.ids) for part in self._held) >= self._window_tokens
+        ):
+            held = concatenate(self._held)
+            while end := self._end_of_window(held):
+                self._write(held[:end])
+                held = held[end:]
+            self._held = [held]
 
     def finish(self) -> None:
         """Write what is still held; nothing may be added after it."""
-        for ready in [] if self._packer is None else self._packer.flush():
-            self._add(ready)
-        self._write_waiting()
+        if any(map(len, self._held)):
+            self._write(concatenate(self._held))
+        self._held = []
 
-    def _add(self, fragments: Sequence[Fragment]) -> None:
-        self._waiting.append(fragments)
-        length = sum(len(fragment) for fragment in fragments)
-        self._waiting_tokens += length
-        self.row_lengths[length] += 1
-        rows_left = self._rows_per_shard - self._rows_in_file
-        if len(self._waiting) == min(ROWS_PER_BATCH, rows_left) or self._waiting_tokens >= TOKENS_PER_BATCH:
-            self._write_waiting()
+    def _end_of_window(self, held: Segments) -> int:
+        """How many of the segments are a window; 0: there are fewer."""
+        end = min(int(np.searchsorted(held.starts, self._window_tokens)), self._window_segments)
+        return end if end <= len(held) else 0
 
-    def _write_waiting(self) -> None:
-        if not self._waiting:
-            return
+    def _write(self, window: Segments) -> None:
+        counts = np.ones(len(window), np.int64)  # segments of each row
+        if self._packed_length is not None:
+            placed = place(window.lengths.tolist(), self._packed_length)
+            window = window.take(list(itertools.chain.from_iterable(placed)))
+            counts = np.array(list(map(len, placed)))
+        edges = np.append(0, np.cumsum(counts))  # of each row, among the segments
+        row = 0
+        while row < len(counts):
+            end = min(row + self._rows_per_shard - self._rows_in_file, len(counts))
+            self._write_rows(window[edges[row] : edges[end]], edges[row : end + 1] - edges[row])
+            row = end
+
+    def _write_rows(self, segments: Segments, edges: LongArray) -> None:
         if self._file is None:
             self._file = pa.ipc.new_file(str(self._folder / f"part-{self._files:05d}.arrow"), TOKENS)
             self._files += 1
-        self._file.write_batch(_record_batch(self._waiting))
-        self._rows_in_file += len(self._waiting)
-        self._waiting, self._waiting_tokens = [], 0
+        self._file.write_batch(_record_batch(segments, edges))
+        self.row_lengths.update(_counted(np.diff(segments.starts[edges])))
+        self._rows_in_file += len(edges) - 1
         if self._rows_in_file == self._rows_per_shard:
             self._close_file()
 
@@ -101,25 +123,32 @@ class ShardWriter:
         self._rows_in_file = 0
 
 
-def _record_batch(rows: Sequence[Sequence[Fragment]]) -> pa.RecordBatch:
-    fragments = [fragment for row in rows for fragment in row]
-    lengths = np.array([len(fragment) for fragment in fragments])
-    starts = np.cumsum(lengths) - lengths  # of each fragment, among all tokens
-    numbers = np.concatenate([np.arange(1, len(row) + 1) for row in rows])  # of each fragment in its row
-    ends_in_fragments = np.cumsum([0, *(len(row) for row in rows)])
-    ends_in_tokens = np.append(starts, lengths.sum())[ends_in_fragments]
+def _counted(lengths: LongArray) -> dict[int, int]:
+    values, counts = np.unique(lengths, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _record_batch(segments: Segments, edges: LongArray) -> pa.RecordBatch:
+    """Rows of one segment or more.
+
+    Args:
+        segments: of all rows, in order.
+        edges: (rows + 1,) first segment of each row, and the number of segments.
+    """
+    lengths = segments.lengths
+    numbers = np.arange(len(segments)) - np.repeat(edges[:-1], np.diff(edges)) + 1  # of each segment in its row
     values = (
-        np.concatenate([fragment.input_ids for fragment in fragments]),
-        np.concatenate([fragment.labels for fragment in fragments]),
+        segments.ids,
+        segments.labels,
         np.repeat(numbers, lengths),
-        np.arange(lengths.sum()) - np.repeat(starts, lengths),
-        [fragment.source for fragment in fragments],
-        [fragment.record for fragment in fragments],
+        np.arange(len(segments.ids)) - np.repeat(segments.starts[:-1], lengths),
+        segments.origins[:, 0],
+        segments.origins[:, 1],
     )
     arrays: list[pa.Array] = []
     for field, column in zip(TOKENS, values, strict=True):
-        ends = ends_in_tokens if len(arrays) < len(Row._fields) else ends_in_fragments
-        items = pa.array(column, field.type.value_type)
+        ends = segments.starts[edges] if len(arrays) < len(Row._fields) else edges
+        items = pa.array(np.ascontiguousarray(column), field.type.value_type)
         arrays.append(pa.ListArray.from_arrays(pa.array(ends, pa.int32()), items, type=field.type))
     return pa.record_batch(arrays, schema=TOKENS)
 

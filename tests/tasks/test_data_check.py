@@ -6,7 +6,8 @@ import pytest
 
 from schemas.config import LlmConfig
 from schemas.errors import InputError, StageError
-from tasks import data_check, tokenize
+from tasks import data_check
+from tasks.data import making
 from tasks.data_check import DataCheck, check_data
 
 
@@ -135,7 +136,7 @@ def test_a_row_that_would_be_trained_wrongly_is_a_fault(
     def broken(*_: Any) -> Any:
         raise StageError("data.mask_broken", stage="tokenize", place="Record 0", problem="no label (of 3)")
 
-    monkeypatch.setattr(tokenize, "make_rows", broken)
+    monkeypatch.setattr(making, "make_rows", broken)
     found = check(write(tmp_path, exchange(0)))
     assert not found.is_well
     assert found.fault == "Record 0 would be trained wrongly: no label (of 3)."

@@ -11,12 +11,13 @@ import pytest
 from schemas.config import LlmConfig
 from schemas.errors import InputError, StageError
 from tasks import tokenize
-from tasks.data import masks
+from tasks.data import making, masks
 from tasks.data.encoding import Encoder
+from tasks.data.making import is_held_out
 from tasks.data.proof import find_faults, split_packed
 from tasks.data.records import Record, Turn, exchange
 from tasks.data.shards import TokenRows
-from tasks.tokenize import is_held_out, open_encoder
+from tasks.tokenize import open_encoder
 
 
 def record(number: int) -> dict[str, str]:
@@ -388,7 +389,7 @@ def test_progress_ends_at_the_size_of_all_files(
     tokenize_files: Any, hundred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenize, "PROGRESS_SECONDS", 0)
-    monkeypatch.setattr(tokenize, "BATCH_RECORDS", 40)
+    monkeypatch.setattr(making, "BATCH_RECORDS", 40)
     second = write_array(tmp_path / "second.json", [record(number) for number in range(50)])
     total = hundred.stat().st_size + second.stat().st_size
     progress = tokenize_files(hundred, second).progress

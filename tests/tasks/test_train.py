@@ -18,7 +18,7 @@ from schemas.manifest import StageJob
 from schemas.reports import SplitStatistics, TokenizeReport, TrainReport, TrainTimings
 from tasks import train
 from tasks.batches import collate
-from tasks.data.masks import TokenRow
+from tasks.data.segments import join
 from tasks.data.shards import ShardWriter, TokenRows
 from tasks.files import sha256_file
 from tasks.models.spec import expected_shapes, read_spec
@@ -65,7 +65,7 @@ def write_rows(folder, count, seed, longest=20, packed_length=None):
             prompt, answer = (int(draw.integers(2, 1 + longest // 2)) for _ in range(2))
             start = int(draw.integers(3, 30))
             ids = [*draw.integers(3, 39, prompt - 1).tolist(), *((start + k) % 37 + 3 for k in range(answer + 1))]
-            writer.append(TokenRow(ids, [-100] * prompt + ids[prompt:]), 0, record)
+            writer.append(join([ids], [[-100] * prompt + ids[prompt:]], [(0, record)]))
 
 
 def write_report(folder, rows, held_out, lengths=(32,), packing="none"):

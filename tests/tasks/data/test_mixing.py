@@ -26,7 +26,7 @@ def test_the_content_alone_decides_and_a_smaller_weight_keeps_a_part_of_a_larger
 
 
 def test_what_is_held_out_does_not_depend_on_the_weight() -> None:
-    from tasks.tokenize import is_held_out
+    from tasks.data.making import is_held_out
 
     kept = [record for record in RECORDS if copies_of(record, 0.5)]
     assert sum(is_held_out(record, 0.5) for record in kept) / len(kept) == pytest.approx(0.5, abs=0.05)

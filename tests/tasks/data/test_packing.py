@@ -1,29 +1,14 @@
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data import packing
-from tasks.data.packing import Fragment, Packer, padded_lengths, padded_tokens, place
-
-
-def fragments(lengths):
-    return [
-        Fragment(np.full(length, number, np.int32), np.full(length, -number, np.int32), 0, number)
-        for number, length in enumerate(lengths)
-    ]
-
-
-def pack(lengths, room):
-    packer = Packer(room)
-    rows = [row for fragment in fragments(lengths) for row in packer.add(fragment)]
-    return [[fragment.record for fragment in row] for row in rows + packer.flush()]
+from tasks.data.packing import padded_lengths, padded_tokens, place
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
-def test_every_fragment_lies_whole_in_one_row_that_holds_it(lengths):
+def test_every_segment_lies_whole_in_one_row_that_holds_it(lengths):
     rows = place(lengths, 40)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in row) <= 40 for row in rows)
@@ -39,22 +24,6 @@ def test_no_two_rows_would_fit_into_one(lengths):
 def test_the_fullest_row_with_room_is_taken():
     # 7 leaves 3, 6 leaves 4: the 3 goes to the 7, the 4 to the 6; the 5 opens a row of its own
     assert place([6, 4, 3, 7, 5], 10) == [[2, 3], [0, 1], [4]]
-
-
-def test_packing_in_windows_is_a_function_of_the_order_alone(monkeypatch):
-    monkeypatch.setattr(packing, "WINDOW_ROWS", 3)
-    lengths = np.random.default_rng(1).integers(1, 30, 200).tolist()
-    rows = pack(lengths, 30)
-    assert rows == pack(lengths, 30)
-    assert sorted(record for row in rows for record in row) == list(range(200))
-    assert all(max(row) - min(row) < 3 * 30 for row in rows)  # a window never holds more records
-    assert rows != place(lengths, 30)
-
-
-def test_real_lengths_fill_rows_almost_wholly():
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.3, 0.6, 20_000), 8, 512).astype(int).tolist()
-    rows = pack(lengths, 512)
-    assert sum(lengths) / (len(rows) * 512) > 0.99
 
 
 @given(st.dictionaries(st.integers(1, 200), st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))

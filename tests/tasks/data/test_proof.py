@@ -10,8 +10,9 @@ from schemas.config import TokenizeConfig
 from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoder
 from tasks.data.masks import RecordRows, TokenRow, make_rows
-from tasks.data.proof import Fault, find_faults, join, split_packed
+from tasks.data.proof import Fault, find_faults, split_packed
 from tasks.data.records import Record, Turn, exchange
+from tasks.data.segments import join
 from tasks.data.templates import TEMPLATES
 
 PLAIN = TEMPLATES["plain"]

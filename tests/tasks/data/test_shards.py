@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -7,16 +8,18 @@ import pytest
 from schemas.errors import StoreError
 from schemas.tables import TOKENS
 from tasks.data import shards
-from tasks.data.masks import TokenRow
+from tasks.data.segments import Segments, join
 from tasks.data.shards import ShardWriter, TokenRows
 
-ROWS = [TokenRow(list(range(n)), [-100] * (n - 1) + [n - 1]) for n in (3, 1, 7, 2, 5, 4, 6)]
+IDS = [list(range(n)) for n in (3, 1, 7, 2, 5, 4, 6)]
+LABELS = [[-100] * (len(ids) - 1) + ids[-1:] for ids in IDS]
+SEGMENTS = join(IDS, LABELS, [(number % 2, number) for number in range(7)])
 
 
-def write(folder: Path, rows: list[TokenRow] = ROWS, rows_per_shard: int = 10) -> Path:
+def write(folder: Path, segments: Segments = SEGMENTS, rows_per_shard: int = 10, at_once: int = 7) -> Path:
     with ShardWriter(folder, rows_per_shard) as writer:
-        for number, row in enumerate(rows):
-            writer.append(row, source=number % 2, record=number)
+        for first in range(0, len(segments), at_once):
+            writer.append(segments[first : first + at_once])
     return folder
 
 
@@ -25,21 +28,22 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("rows_per_shard", "count"), [(1, 7), (3, 3), (7, 1), (10, 1)])
-@pytest.mark.parametrize("rows_per_batch", [1, 2, 1000])
+@pytest.mark.parametrize("at_once", [1, 3, 7])
+@pytest.mark.parametrize("window", [1, 2, 1000])
 def test_rows_come_back_in_order_however_they_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int, count: int, rows_per_batch: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int, count: int, window: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(shards, "ROWS_PER_BATCH", rows_per_batch)
-    folder = write(tmp_path / "train", rows_per_shard=rows_per_shard)
+    monkeypatch.setattr(shards, "WINDOW_SEGMENTS", window)
+    folder = write(tmp_path / "train", rows_per_shard=rows_per_shard, at_once=at_once)
     assert list(files(folder)) == [f"part-{number:05d}.arrow" for number in range(count)]
     rows = TokenRows(folder)
     assert len(rows) == 7
     assert rows.lengths().tolist() == [3, 1, 7, 2, 5, 4, 6]
-    for index, row in enumerate(ROWS):
+    for index, (ids, labels) in enumerate(zip(IDS, LABELS, strict=True)):
         found = rows.row(index)
-        assert (found.input_ids.tolist(), found.labels.tolist()) == (row.input_ids, row.labels)
-        assert found.segment_ids.tolist() == [1] * len(row.input_ids)
-        assert found.positions.tolist() == list(range(len(row.input_ids)))
+        assert (found.input_ids.tolist(), found.labels.tolist()) == (ids, labels)
+        assert found.segment_ids.tolist() == [1] * len(ids)
+        assert found.positions.tolist() == list(range(len(ids)))
         assert {column.dtype for column in found} == {np.dtype(np.int32)}
 
 
@@ -52,7 +56,7 @@ def test_a_row_is_a_view_of_the_file(tmp_path: Path) -> None:
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
     first = files(write(tmp_path / "a", rows_per_shard=3))
     assert first == files(write(tmp_path / "b", rows_per_shard=3))
-    assert first != files(write(tmp_path / "c", ROWS[::-1], rows_per_shard=3))
+    assert first != files(write(tmp_path / "c", SEGMENTS.take(range(7)[::-1]), rows_per_shard=3))
 
 
 def test_source_and_record_stand_beside_each_row(tmp_path: Path) -> None:
@@ -63,10 +67,10 @@ def test_source_and_record_stand_beside_each_row(tmp_path: Path) -> None:
     assert table["records"].to_pylist() == [[number] for number in range(7)]
 
 
-def packed(folder: Path, length: int = 8, rows_per_shard: int = 2) -> Path:
+def packed(folder: Path, length: int = 8, rows_per_shard: int = 2, at_once: int = 3) -> Path:
     with ShardWriter(folder, rows_per_shard, length) as writer:
-        for number, row in enumerate(ROWS):
-            writer.append(row, source=number % 2, record=number)
+        for first in range(0, 7, at_once):
+            writer.append(SEGMENTS[first : first + at_once])
     return folder
 
 
@@ -80,17 +84,17 @@ def test_packed_rows_hold_whole_records_with_segments_positions_and_where_they_c
     for row in table.to_pylist():
         ids, labels, segments, positions = [], [], [], []
         for segment, record in enumerate(row["records"], 1):
-            ids += ROWS[record].input_ids
-            labels += ROWS[record].labels
-            segments += [segment] * len(ROWS[record].input_ids)
-            positions += range(len(ROWS[record].input_ids))
+            ids += IDS[record]
+            labels += LABELS[record]
+            segments += [segment] * len(IDS[record])
+            positions += range(len(IDS[record]))
         assert (row["input_ids"], row["labels"], row["segment_ids"], row["positions"]) == (
             ids,
             labels,
             segments,
             positions,
         )
-    assert TokenRows(folder).segments == len(ROWS)
+    assert TokenRows(folder).segments == len(IDS)
 
 
 def test_packed_rows_can_be_read_record_by_record(tmp_path: Path) -> None:
@@ -98,31 +102,71 @@ def test_packed_rows_can_be_read_record_by_record(tmp_path: Path) -> None:
     assert rows.lengths().tolist() == [1, 7, 2, 6, 3, 5, 4]
     found = [rows.row(index) for index in range(len(rows))]
     for row, record in zip(found, (1, 2, 3, 6, 0, 4, 5), strict=True):
-        assert (row.input_ids.tolist(), row.labels.tolist()) == (ROWS[record].input_ids, ROWS[record].labels)
+        assert (row.input_ids.tolist(), row.labels.tolist()) == (IDS[record], LABELS[record])
 
 
 @pytest.mark.parametrize("packed_length", [None, 8])
 def test_labels_are_counted_but_those_at_a_segments_start(tmp_path: Path, packed_length: int | None) -> None:
     with ShardWriter(tmp_path / "train", 2, packed_length) as writer:
         for number in range(5):
-            writer.append(TokenRow([1, 2, 3, 4], [1, -100, 3, 4][: number + 1] + [-100] * (3 - number)), 0, number)
+            labels = [1, -100, 3, 4][: number + 1] + [-100] * (3 - number)
+            writer.append(join([[1, 2, 3, 4]], [labels], [(0, number)]))
     by_record = TokenRows(tmp_path / "train", by_segment=True).label_counts().tolist()
     assert by_record == [0, 0, 1, 2, 2]
     rows = TokenRows(tmp_path / "train").label_counts().tolist()
     assert rows == (by_record if packed_length is None else [0, 3, 2])
 
 
-@pytest.mark.parametrize("tokens_per_batch", [1, 10, 2**20])
-def test_how_many_tokens_are_held_changes_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_per_batch: int
+@pytest.mark.parametrize("window", [1, 10, 2**20])
+def test_how_many_tokens_are_held_changes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    monkeypatch.setattr(shards, "WINDOW_TOKENS", window)
+    rows = TokenRows(write(tmp_path / "train", rows_per_shard=3))
+    assert rows.lengths().tolist() == [3, 1, 7, 2, 5, 4, 6]
+
+
+@pytest.mark.parametrize("packed_length", [None, 30])
+def test_the_files_do_not_depend_on_how_many_rows_are_added_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed_length: int | None
 ) -> None:
-    monkeypatch.setattr(shards, "TOKENS_PER_BATCH", tokens_per_batch)
-    rows = TokenRows(packed(tmp_path / "train", rows_per_shard=3))
-    assert rows.lengths().tolist() == [8, 8, 8, 4]
+    monkeypatch.setattr(shards, "WINDOW_ROWS", 3)
+    monkeypatch.setattr(shards, "WINDOW_SEGMENTS", 13)
+    lengths = np.random.default_rng(1).integers(1, 31, 200).tolist()
+    rows = [list(range(length)) for length in lengths]
+    segments = join(rows, rows, [(0, number) for number in range(200)])
+    found = []
+    for at_once in (1, 7, 200):
+        folder = tmp_path / str(at_once)
+        with ShardWriter(folder, 20, packed_length) as writer:
+            for first in range(0, 200, at_once):
+                writer.append(segments[first : first + at_once])
+        assert writer.segment_lengths == Counter(lengths)
+        assert writer.row_lengths == Counter(TokenRows(folder).lengths().tolist())
+        assert (writer.tokens, writer.trained_tokens) == (sum(lengths), sum(lengths))
+        found.append(files(folder))
+    assert found[0] == found[1] == found[2]
+    records = [
+        record
+        for path in sorted((tmp_path / "1").iterdir())
+        for row in pa.ipc.open_file(str(path)).read_all()["records"].to_pylist()
+        for record in row
+    ]
+    assert sorted(records) == list(range(200))
+    if packed_length is not None:
+        # a window of 3 full rows is packed by itself
+        assert max(abs(record - place) for place, record in enumerate(records)) < 3 * 30
+        assert len(TokenRows(tmp_path / "1")) < 150  # a window leaves a row or two that are not full
+
+
+def test_packed_rows_of_real_lengths_are_almost_full(tmp_path: Path) -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.3, 0.6, 20_000), 8, 512).astype(int).tolist()
+    rows = [[0] * length for length in lengths]
+    with ShardWriter(tmp_path / "train", 10_000, 512) as writer:
+        writer.append(join(rows, rows))
+    assert writer.tokens / (writer.row_lengths.total() * 512) > 0.99
 
 
 def test_a_split_without_rows_is_an_empty_folder(tmp_path: Path) -> None:
-    folder = write(tmp_path / "validation", [])
+    folder = write(tmp_path / "validation", SEGMENTS[:0])
     assert files(folder) == {}
     rows = TokenRows(folder)
     assert len(rows) == 0
@@ -162,7 +206,7 @@ def test_a_part_with_other_columns_is_refused(tmp_path: Path) -> None:
 def test_an_error_while_rows_are_written_is_not_hidden(tmp_path: Path) -> None:
     def fail() -> None:
         with ShardWriter(tmp_path / "train", 1) as writer:
-            writer.append(ROWS[0], 0, 0)
+            writer.append(SEGMENTS[:1])
             raise RuntimeError("while writing")
 
     with pytest.raises(RuntimeError, match="while writing"):
