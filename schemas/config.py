@@ -207,9 +207,9 @@ class TokenizeConfig(Section):
     )
     packing: Packing = Field(
         default="none",
-        description="how training rows use the positions of the graph: `none` pads each record to the length of the "
+        description="how rows use the positions of the graph: `none` pads each record to the length of the "
         "longest; `pack` puts several whole records into one row of max_length, kept apart by the attention mask; "
-        "`buckets` pads each record to one of a few lengths. Validation records are never packed",
+        "`buckets` pads each record to one of a few lengths",
     )
     buckets: int = Field(
         default=4, ge=2, le=16, description="padded lengths with packing `buckets`, at most; each is a graph to compile"

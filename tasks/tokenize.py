@@ -103,7 +103,9 @@ def run(job: StageJob, context: StageContext) -> StageResult:
     with ExitStack() as stack:
         packed_length = config.tokenize.max_length if config.tokenize.packing == "pack" else None
         train = stack.enter_context(ShardWriter(output / "train", config.tokenize.rows_per_shard, packed_length))
-        validation = stack.enter_context(ShardWriter(output / "validation", config.tokenize.rows_per_shard))
+        validation = stack.enter_context(
+            ShardWriter(output / "validation", config.tokenize.rows_per_shard, packed_length)
+        )
         rejects = stack.enter_context(_Rejects(output / REJECTED_FILE))
         for made in stack.enter_context(closing(_make(config, maker, replacer, context))):
             for item in made.rejected:
@@ -223,7 +225,7 @@ def _statistics(split: ShardWriter, records: int) -> SplitStatistics:
 def _check_enough(report: TokenizeReport, config: LlmConfig, reasons: str, listed: Path) -> None:
     facts: dict[str, Any] = {"stage": STAGE, "read": report.read, "rejected": report.rejected, "reasons": reasons}
     if not report.train.rows:
-        raise InputError("data.nothing_left", held_out=report.validation.rows, **facts)
+        raise InputError("data.nothing_left", held_out=report.validation.records, **facts)
     if config.data.validation and not report.validation.rows:
         raise InputError("data.nothing_to_validate", **facts)
     if report.rejected > config.data.max_rejected_share * report.read:

@@ -107,17 +107,18 @@ def test_the_report_adds_up_and_counts_lengths(tokenize_files: Any, hundred: Pat
     assert (report.bos_id, report.eos_id) == (1, 2)
 
 
-def test_packing_puts_whole_training_records_together_and_leaves_validation_as_it_is(
+def test_packing_puts_whole_records_together_and_loses_none(
     tokenize_files: Any, hundred: Path
 ) -> None:
     plain = tokenize_files(hundred, validation_share=0.3, max_length=100)
     packed = tokenize_files(hundred, validation_share=0.3, max_length=100, packing="pack")
-    assert packed.validation == plain.validation
-    split = TokenRows(packed.folder / "train", by_segment=True)
-    found = sorted(split.row(index).input_ids.tolist() for index in range(len(split)))
-    assert found == sorted(ids for ids, _ in plain.train)
+    for name, single in (("train", plain.train), ("validation", plain.validation)):
+        split = TokenRows(packed.folder / name, by_segment=True)
+        found = sorted(split.row(index).input_ids.tolist() for index in range(len(split)))
+        assert found == sorted(ids for ids, _ in single)
     report = packed.report
-    assert report.train.records == plain.report.train.rows == report.kept - report.validation.rows
+    assert report.validation.rows < report.validation.records == plain.report.validation.rows
+    assert report.train.records == plain.report.train.rows == report.kept - report.validation.records
     assert report.train.rows == len(packed.train) < report.train.records / 2
     assert report.train.longest == plain.report.train.longest
     assert (report.packing, report.padded_lengths) == ("pack", (100,))
