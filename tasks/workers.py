@@ -3,6 +3,7 @@
 The processes are forked: they share what this one has loaded. They end with it, also when it is killed.
 """
 
+import gc
 import os
 import signal
 from collections import deque
@@ -21,6 +22,7 @@ R = TypeVar("R")
 
 MOST_WORKERS = 8  # more would wait for the one process that reads and writes
 AHEAD = 2  # items a worker that are handed out before the first result is waited for
+COLLECTED_AFTER = 100_000  # new objects in a worker, which makes many and hardly ever a cycle; Python's is 700
 
 _function: Callable[[Any], Any]  # of a worker process
 
@@ -62,16 +64,21 @@ def _processes(function: Callable[[Any], Any], workers: int) -> Iterator[Executo
     executor = ProcessPoolExecutor(
         workers, get_context("fork"), initializer=_begin, initargs=(function, os.getpid())
     )  # the arguments are inherited, not pickled
+    gc.collect()
+    gc.freeze()  # what is there now is not walked through again, nor copied for that
     try:
         yield executor
     finally:
         executor.shutdown(cancel_futures=True)
+        gc.unfreeze()
 
 
 def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the stage's own handler would raise in the midst of a queue
     die_with_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    gc.set_threshold(COLLECTED_AFTER)
     _function = function
 
 

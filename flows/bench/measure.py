@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -28,17 +29,23 @@ class Measured:
 
     Args:
         seconds: wall time of the whole process.
+        cpu_seconds: time on the processors, of the process and all below it.
         peak_memory_bytes: largest sum of the proportional set sizes (PSS) of the process and all below it.
         output: what it wrote to standard output.
     """
 
     seconds: float
+    cpu_seconds: float
     peak_memory_bytes: int
     output: str
 
     def document(self) -> dict[str, float | int]:
         """As plain values."""
-        return {"seconds": round(self.seconds, 3), "peak_memory_bytes": self.peak_memory_bytes}
+        return {
+            "seconds": round(self.seconds, 3),
+            "cpu_seconds": round(self.cpu_seconds, 3),
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
 
 
 def measure(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Measured:
@@ -53,7 +60,7 @@ def measure(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
         StageError: bench.failed, it ended with an error.
     """
     out = log.with_suffix(".out")
-    started = time.monotonic()
+    started, used = time.monotonic(), _cpu_seconds()
     with log.open("wb") as errors, out.open("wb") as output:
         process = psutil.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
@@ -72,7 +79,7 @@ def measure(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
     if process.returncode != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
         raise StageError("bench.failed", command=" ".join(command), status=process.returncode, tail=tail)
-    return Measured(seconds, peak, out.read_text(encoding="utf-8"))
+    return Measured(seconds, _cpu_seconds() - used, peak, out.read_text(encoding="utf-8"))
 
 
 def run_stages(config: LlmConfig, folder: Path, stages: Sequence[StageName]) -> tuple[Measured, list[Path]]:
@@ -109,6 +116,12 @@ def data_folder() -> Path:
     if not folder.is_dir():
         raise HostError("bench.no_data", path=folder)
     return folder
+
+
+def _cpu_seconds() -> float:
+    """Of all processes below this one that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _tree_memory(process: psutil.Process) -> int:

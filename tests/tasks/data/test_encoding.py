@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -200,6 +201,22 @@ def test_decoding_leaves_out_control_tokens_and_unknown_ids(stories: Path) -> No
     encoder = Encoder(stories)
     ids = encoder.answer_ids("Tom ran.")
     assert encoder.decode([1, *ids[:2], 0, *ids[2:], 2, 9999]) == "Tom ran."
+
+
+@pytest.mark.parametrize("name", ["tokenizers/minimind", "models/stories260K", None])
+def test_decoding_is_that_of_the_library(name: str | None, shared_data: Path, save: Callable[..., Path]) -> None:
+    other = byte_level()
+    other.add_tokens(["  ", "\u0120a", "好"])  # some are written in the letters that stand for bytes, others are not
+    encoder = Encoder(save(other) if name is None else shared_data / name)
+    library = encoder._texts
+    draw = random.Random(1)
+    many = [[i] for i in range(encoder.size + 3)]  # beyond the last one there is no token
+    many += [[draw.randrange(encoder.size) for _ in range(draw.randrange(6))] for _ in range(5000)]
+    many += [library.encode(text).ids for text in ("a 😀 b", "  好  ", "\x00\ufffd\x7f\xad", "")]
+    for ids in many:
+        wanted = library.decode([i for i in ids if i not in encoder.control_ids], skip_special_tokens=False)
+        assert encoder.decode(ids) == wanted
+    assert encoder.decode_all(many) == [encoder.decode(ids) for ids in many]
 
 
 def test_a_prompt_that_comes_back_changed_is_noticed(save: Callable[..., Path]) -> None:
