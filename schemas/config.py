@@ -223,6 +223,12 @@ class TokenizeConfig(Section):
         "core, at most 8, fewer for small files. The shards are the same for any number",
         json_schema_extra=NEUTRAL,
     )
+    dask: Text | None = Field(
+        default=None,
+        description="address of a Dask scheduler, e.g. tcp://host:8786, whose workers do this instead; they need the "
+        "same mindtune and libraries, not the files. Needs the extra mindtune[dask]",
+        json_schema_extra=NEUTRAL,
+    )
 
     @model_validator(mode="after")
     def _place_for_the_system_turn(self) -> Self:

@@ -11,11 +11,13 @@ epoch has its rows among the training rows as often; among the held-out rows it 
 `validation/` is empty, the report says `validation_is_training`, and the training rows are evaluated.
 """
 
+import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, closing
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,8 +26,9 @@ import numpy as np
 
 from schemas.config import LlmConfig
 from schemas.errors import InputError
-from schemas.manifest import StageJob, StageResult
+from schemas.manifest import StageJob, StageName, StageResult
 from schemas.reports import Rejected, SourceCounts, SplitStatistics, TokenizeReport
+from tasks.code import code_digests
 from tasks.data.encoding import Encoder
 from tasks.data.making import MadeBatch, Maker, read_batches
 from tasks.data.masks import place_of
@@ -33,15 +36,16 @@ from tasks.data.packing import padded_lengths, padded_tokens
 from tasks.data.replacing import Replacer
 from tasks.data.shards import ShardWriter
 from tasks.data.sources import training_files, validation_files
+from tasks.files import canonical_json
 from tasks.locations import base_path, tokenizer_path
 from tasks.models.spec import read_config
-from tasks.stages import StageContext
+from tasks.stages import STAGES, StageContext
 from tasks.tokenizer_files import open_tokenizer
-from tasks.workers import MOST_WORKERS, in_order, usable_cores
+from tasks.workers import MOST_WORKERS, in_order, in_order_on_cluster, usable_cores
 
 log = logging.getLogger("mindtune.tokenize")
 
-STAGE = "tokenize"
+STAGE: StageName = "tokenize"
 REJECTED_FILE = "rejected.jsonl"
 LOGGED_REJECTS = 3  # the file has all of them
 SHOWN_PLACES = 3  # of each reason, in an error
@@ -188,7 +192,11 @@ def _make(config: LlmConfig, maker: Maker, replacer: Replacer, context: StageCon
     """What becomes of all records, batch by batch; says how far it is."""
     read, total, told = 0, 0, time.monotonic()
     batches = read_batches(config.data, replacer)
-    for made in in_order(maker, batches, config.tokenize.workers or _default_workers(config)):
+    if config.tokenize.dask is None:
+        results = in_order(maker, batches, config.tokenize.workers or _default_workers(config))
+    else:
+        results = in_order_on_cluster(maker, batches, config.tokenize.dask, _versions)
+    for made in results:
         yield made
         read += made.read
         total = made.batch.bytes_total
@@ -202,6 +210,12 @@ def _default_workers(config: LlmConfig) -> int:
     files = (*training_files(config.data), *validation_files(config.data))
     size = sum(file.stat()[0] for file in files)
     return min(usable_cores(), MOST_WORKERS, 1 + size // BYTES_PER_WORKER)
+
+
+def _versions() -> dict[str, str]:
+    """What a worker on another machine has to have in common with this one: all that can change a row."""
+    code = hashlib.sha256(canonical_json(code_digests(__name__)).encode()).hexdigest()
+    return {"code": code[:12], **{name: version(name) for name in STAGES[STAGE].libraries}}
 
 
 def _statistics(split: ShardWriter, records: int) -> SplitStatistics:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.errors import InputError, StageError
+from schemas.errors import HostError, InputError, StageError
 from tasks import tokenize, workers
 from tasks.workers import AHEAD, in_order, usable_cores
 
@@ -134,6 +134,15 @@ def test_a_bad_record_stops_all_workers(tokenize_files: Callable[..., Any], file
     with pytest.raises(InputError, match=r"Record 5 \(line 6\) of 0\.jsonl|Line 6 of 0\.jsonl"):
         tokenize_files(*files, workers=2, on_bad="stop")
     assert not psutil.Process().children()
+
+
+def test_without_the_package_of_dask_the_error_says_how_to_get_it(
+    tokenize_files: Callable[..., Any], files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(HostError, match="`distributed` is not installed") as caught:
+        tokenize_files(*files, dask="tcp://127.0.0.1:8786")
+    assert "mindtune[dask]" in caught.value.hint
 
 
 def test_small_files_need_no_second_process(
