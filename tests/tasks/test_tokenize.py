@@ -107,9 +107,7 @@ def test_the_report_adds_up_and_counts_lengths(tokenize_files: Any, hundred: Pat
     assert (report.bos_id, report.eos_id) == (1, 2)
 
 
-def test_packing_puts_whole_records_together_and_loses_none(
-    tokenize_files: Any, hundred: Path
-) -> None:
+def test_packing_puts_whole_records_together_and_loses_none(tokenize_files: Any, hundred: Path) -> None:
     plain = tokenize_files(hundred, validation_share=0.3, max_length=100)
     packed = tokenize_files(hundred, validation_share=0.3, max_length=100, packing="pack")
     for name, single in (("train", plain.train), ("validation", plain.validation)):
