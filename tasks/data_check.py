@@ -3,6 +3,7 @@
 Everything goes through the code of the stage `tokenize`, so what is shown is what it would write; nothing is written.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ def check_data(
     read, total = 0, 0
     try:
         for batch in read_batches(data, Replacer(data.replace)):
-            for item in maker.each(batch):
+            for item in maker.each(batch)[0]:
                 _count(check, check.files[batch.source], item)
                 number = item.record if isinstance(item, Rejected) else item.record.index
                 if (len(check.shown) < records) if index is None else number == index:
@@ -184,8 +185,9 @@ def _count(check: DataCheck, file: CheckedFile, item: Made | LeftOut | Rejected)
     check.cut += item.made.is_cut
     check.split += item.made.is_split
     for row in item.made.rows:
-        check.lengths[len(row.input_ids)] += item.copies
-        check.trained_tokens += item.copies * sum(label != IGNORE_LABEL for label in row.labels)
+        lengths = list(map(len, row.parts))
+        check.lengths[sum(lengths)] += item.copies
+        check.trained_tokens += item.copies * sum(itertools.compress(lengths, row.is_trained))
 
 
 def _problem(check: DataCheck, config: LlmConfig) -> str | None:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 MOST_WORKERS = 8  # by default; more would wait for the one process that reads and writes
 AHEAD = 2  # items a worker that are handed out before the first result is waited for
-COLLECTED_AFTER = 100_000  # new objects in a worker, which makes many and hardly ever a cycle; Python's is 700
+COLLECTED_AFTER = 100_000  # new objects; records are many, and hardly ever a cycle. Python's is 700
 CONNECT_SECONDS = 20
 
 _function: Callable[[Any], Any]  # of a worker process
@@ -120,10 +120,13 @@ def _processes(function: Callable[[Any], Any], workers: int) -> Iterator[Submit]
     )  # the arguments are inherited, not pickled
     gc.collect()
     gc.freeze()  # what is there now is not walked through again, nor copied for that
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECTED_AFTER)
     try:
         yield lambda item: executor.submit(_work, item)
     finally:
         executor.shutdown(cancel_futures=True)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 
@@ -132,7 +135,6 @@ def _begin(function: Callable[[Any], Any], parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the stage's own handler would raise in the midst of a queue
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    gc.set_threshold(COLLECTED_AFTER)
     _function = function
 
 

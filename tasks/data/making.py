@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from schemas.config import DataConfig, LlmConfig
 from schemas.reports import Rejected
 from tasks.data.chat_template import open_template
@@ -19,7 +21,7 @@ from tasks.data.mixing import copies_of
 from tasks.data.readers import RecordReader
 from tasks.data.records import Record
 from tasks.data.replacing import Replacer
-from tasks.data.segments import Segments, join
+from tasks.data.segments import Segments
 from tasks.data.sources import training_files, validation_files
 from tasks.files import canonical_json
 
@@ -124,15 +126,16 @@ class Maker:
     def __reduce__(self) -> tuple[type["Maker"], tuple[LlmConfig, Encoder]]:
         return Maker, (self._config, self._encoder)  # a compiled chat template can't be pickled
 
-    def each(self, batch: Batch) -> list[Made | LeftOut | Rejected]:
-        """What becomes of every record, in order.
+    def each(self, batch: Batch) -> tuple[list[Made | LeftOut | Rejected], Segments]:
+        """What becomes of every record, in order; and the rows of those made, each once.
 
         Raises:
             StageError: a row would be trained wrongly (data.mask_broken).
         """
         copies = [copies_of(item, batch.weight) if isinstance(item, Record) else 0 for item in batch.items]
         records = [item for item, count in zip(batch.items, copies, strict=True) if isinstance(item, Record) and count]
-        made = iter(make_rows(records, self.template, self._encoder, self._config.tokenize))
+        rows_or_not, segments = make_rows(records, self.template, self._encoder, self._config.tokenize)
+        made = iter(rows_or_not)
         share = self._config.data.held_out_share
         found: list[Made | LeftOut | Rejected] = []
         for item, count in zip(batch.items, copies, strict=True):
@@ -146,7 +149,7 @@ class Maker:
                 found.append(Made(item, rows, True, 1))
             else:
                 found.append(Made(item, rows, False, count))
-        return found
+        return found, segments
 
     def __call__(self, batch: Batch) -> MadeBatch:
         """What becomes of a batch, its rows in flat arrays.
@@ -154,7 +157,7 @@ class Maker:
         Raises:
             StageError: a row would be trained wrongly (data.mask_broken).
         """
-        found = self.each(batch)
+        found, segments = self.each(batch)
         kept = [item for item in found if isinstance(item, Made)]
         rejected = tuple(item for item in found if isinstance(item, Rejected))
         train = [item for item in kept if not item.is_held_out]
@@ -168,17 +171,21 @@ class Maker:
             cut=sum(item.made.is_cut for item in kept),
             split=sum(item.made.is_split for item in kept),
         )
-        validation = [item for item in kept if item.is_held_out]
-        place = replace(batch, items=())
+        origins = [(batch.source, item.record.index) for item in kept for _ in item.made.rows]
+        segments = replace(segments, origins=np.array(origins, np.int64).reshape(-1, 2))
+        order: dict[bool, list[int]] = {True: [], False: []}  # of the rows held out, and of the others
+        first = 0
+        for item in kept:
+            order[item.is_held_out] += [*range(first, first + len(item.made.rows))] * item.copies
+            first += len(item.made.rows)
         return MadeBatch(
-            place, len(found), _rows(train, batch.source), _rows(validation, batch.source), rejected, counts
+            replace(batch, items=()),
+            len(found),
+            segments.take(order[False]),
+            segments.take(order[True]),
+            rejected,
+            counts,
         )
-
-
-def _rows(made: Sequence[Made], source: int) -> Segments:
-    rows = [(row, item.record.index) for item in made for row in item.made.rows * item.copies]
-    ids, labels = [row.input_ids for row, _ in rows], [row.labels for row, _ in rows]
-    return join(ids, labels, [(source, record) for _, record in rows])
 
 
 def is_held_out(record: Record, share: float) -> bool:

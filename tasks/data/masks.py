@@ -32,7 +32,7 @@ from schemas.tables import IGNORE_LABEL
 from tasks.data.encoding import Encoded, Encoder, with_system
 from tasks.data.proof import find_faults
 from tasks.data.records import Record, Turn
-from tasks.data.segments import join
+from tasks.data.segments import Segments
 from tasks.data.templates import Script, Template, TurnsError, plain_text
 
 TOO_LONG = "longer than max_length"
@@ -46,12 +46,23 @@ class TokenRow:
     """One row, not padded and not shifted.
 
     Args:
-        input_ids: contexts, answers, end tokens.
-        labels: as many; the id itself where it is trained on, -100 elsewhere.
+        parts: ids of contexts, answers and end tokens, in order.
+        is_trained: of each part, whether it is trained on.
     """
 
-    input_ids: list[int]
-    labels: list[int]
+    parts: tuple[list[int], ...]
+    is_trained: tuple[bool, ...]
+
+    @property
+    def input_ids(self) -> list[int]:
+        """All ids."""
+        return list(itertools.chain.from_iterable(self.parts))
+
+    @property
+    def labels(self) -> list[int]:
+        """As many; the id itself where it is trained on, -100 elsewhere."""
+        found: list[int] = segments_of([self]).labels.tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,10 @@ class RecordRows:
 
 def make_rows(
     records: Sequence[Record], template: Template, encoder: Encoder, settings: TokenizeConfig
-) -> list[RecordRows | Rejected]:
-    """For each record its rows, or why there are none. Many records at once are faster than one by one.
+) -> tuple[list[RecordRows | Rejected], Segments]:
+    """For each record its rows, or why there are none; and all the rows in order, flat, as they were proved.
+
+    Many records at once are faster than one by one.
 
     A tokenizer can't write a text whose ids decode to another one: it has no token for a character, or it normalises
     (lower case, composed accents), or it takes `▁` for a blank.
@@ -87,6 +100,18 @@ def make_rows(
         StageError: the labels of a row would not be its answers and their end tokens (data.mask_broken).
     """
     return _Maker(template, encoder, settings).make(records)
+
+
+def segments_of(rows: Sequence[TokenRow]) -> Segments:
+    """Rows as flat arrays, their origins not known."""
+    parts = [part for row in rows for part in row.parts]
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    is_trained = np.fromiter(itertools.chain.from_iterable(row.is_trained for row in rows), bool, len(parts))
+    ids = np.fromiter(itertools.chain.from_iterable(parts), np.int32, int(lengths.sum()))
+    labels = np.where(np.repeat(is_trained, lengths), ids, np.int32(IGNORE_LABEL))
+    ends = np.cumsum([len(row.parts) for row in rows], dtype=np.int64)  # of each row, among the parts
+    starts = np.append(0, np.cumsum(lengths))[np.append(0, ends)]
+    return Segments(ids, labels, starts, np.full((len(rows), 2), -1))
 
 
 def place_of(item: Record | Rejected) -> str:
@@ -116,7 +141,7 @@ class _Maker:
         self._longest = settings.max_length
         (self._end,) = encoder.end_ids(template)
 
-    def make(self, records: Sequence[Record]) -> list[RecordRows | Rejected]:
+    def make(self, records: Sequence[Record]) -> tuple[list[RecordRows | Rejected], Segments]:
         written = [self._write(record) for record in records]
         scripts = [script for script in written if isinstance(script, Script)]
         encoded = iter(self._encoder.encode(scripts, self._end))
@@ -129,8 +154,8 @@ class _Maker:
             except _BadRecordError as error:
                 reason = str(error)
                 planned.append(Rejected(source=record.source, record=record.index, line=record.line, reason=reason))
-        self._prove(records, planned)
-        return [plan if isinstance(plan, Rejected) else plan.rows for plan in planned]
+        segments = self._prove(records, planned)
+        return [plan if isinstance(plan, Rejected) else plan.rows for plan in planned], segments
 
     def _write(self, record: Record) -> Script | _BadRecordError:
         if record.is_plain_text:
@@ -165,15 +190,12 @@ class _Maker:
 
     def _row(self, script: Script, encoded: Encoded) -> tuple[TokenRow, Sequence[str]]:
         first = len(encoded.answers) - 1 if self._settings.train_on == "last" else 0
-        ids: list[int] = []
-        labels: list[int] = []
+        parts: list[list[int]] = []
+        is_trained: list[bool] = []
         for k, (context, answer) in enumerate(zip(encoded.contexts, encoded.answers, strict=True)):
-            ids += context
-            ids += answer
-            ids.append(self._end)
-            labels += [IGNORE_LABEL] * (len(ids) - len(labels) if k < first else len(context))
-            labels += ids[len(labels) :]
-        return TokenRow(ids, labels), script.answers[first:]
+            parts += (context, answer, [self._end])
+            is_trained += (False, k >= first, k >= first)
+        return TokenRow(tuple(parts), tuple(is_trained)), script.answers[first:]
 
     def _fitted(self, record: Record, encoded: Encoded) -> _Planned | None:
         """The rows of a record that is too long, as the settings have it."""
@@ -218,12 +240,14 @@ class _Maker:
         return None
 
     def _pieces(self, encoded: Encoded) -> _Planned:
-        prefix, text = encoded.contexts[0], encoded.answers[0]
-        ids = [*prefix, *text, self._end]
-        labels = [IGNORE_LABEL] * len(prefix) + ids[len(prefix) :]
+        ids, trained_from = [*encoded.contexts[0], *encoded.answers[0], self._end], len(encoded.contexts[0])
         count = -(-len(ids) // self._longest)
         edges = np.linspace(0, len(ids), count + 1).astype(int).tolist()
-        rows = tuple(TokenRow(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(edges))
+        middles = [min(max(trained_from, a), b) for a, b in itertools.pairwise(edges)]
+        rows = tuple(
+            TokenRow((ids[a:middle], ids[middle:b]), (False, True))
+            for (a, b), middle in zip(itertools.pairwise(edges), middles, strict=True)
+        )
         return _Planned(RecordRows(rows, is_split=True), (None,) * count)
 
     def _runs(self, turns: Sequence[Turn]) -> _Planned | None:
@@ -242,16 +266,17 @@ class _Maker:
         rows, answers = zip(*(self._row(*each) for each in reversed(made)), strict=True)
         return _Planned(RecordRows(rows, is_split=True), answers)
 
-    def _prove(self, records: Sequence[Record], planned: Sequence[_Planned | Rejected]) -> None:
-        """Refuse rows that would be trained wrongly."""
+    def _prove(self, records: Sequence[Record], planned: Sequence[_Planned | Rejected]) -> Segments:
+        """All rows; raises where one would be trained wrongly."""
         plans = [(record, plan) for record, plan in zip(records, planned, strict=True) if isinstance(plan, _Planned)]
         rows = [(record, row) for record, plan in plans for row in plan.rows.rows]
-        segments = join([row.input_ids for _, row in rows], [row.labels for _, row in rows])
+        segments = segments_of([row for _, row in rows])
         answers = [texts for _, plan in plans for texts in plan.answers]
         open_ends = self._settings.too_long == "split"
         for fault in find_faults(segments, self._encoder, self._end, answers, open_ends):
             place = place_of(rows[fault.segment][0])
             raise StageError("data.mask_broken", stage="tokenize", place=place, problem=str(fault))
+        return segments
 
 
 _Shortened = Callable[[Turn, int], Turn]

@@ -1,6 +1,5 @@
 """Segments: rows of one record each, after each other in flat arrays, so that many are handled at once."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,23 +48,6 @@ class Segments:
         starts = _starts(lengths)
         tokens = np.arange(starts[-1]) + np.repeat(self.starts[chosen] - starts[:-1], lengths)
         return Segments(self.ids[tokens], self.labels[tokens], starts, self.origins[chosen])
-
-
-def join(
-    ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], origins: Sequence[tuple[int, int]] | None = None
-) -> Segments:
-    """Segments of rows that hold one record each.
-
-    Raises:
-        ValueError: a row has not as many labels as ids.
-    """
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    if list(map(len, labels)) != lengths.tolist():
-        raise ValueError("rows must have as many labels as ids")
-    starts = _starts(lengths)
-    flat = [np.fromiter(itertools.chain.from_iterable(each), np.int32, int(starts[-1])) for each in (ids, labels)]
-    found = np.full((len(ids), 2), -1) if origins is None else np.array(origins, np.int64).reshape(-1, 2)
-    return Segments(flat[0], flat[1], starts, found)
 
 
 def concatenate(parts: Sequence[Segments]) -> Segments:

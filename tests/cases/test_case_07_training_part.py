@@ -28,7 +28,7 @@ class Rows(ListRows):
         encoder = Encoder(folder / "tokenizer")
         records = json.loads((folder / "train.json").read_text(encoding="utf-8"))
         turns = [exchange(record["instruction"], record["output"], record["input"]) for record in records]
-        made = make_rows(
+        made, _ = make_rows(
             [Record("train.json", index, None, each) for index, each in enumerate(turns)],
             TEMPLATES["alpaca-zh"],
             encoder,

@@ -48,7 +48,7 @@ def records() -> list[Record]:
 def test_the_data_card_gives_the_right_numbers(records: list[Record], stories: Path) -> None:
     card = (DATA / "README.md").read_text(encoding="utf-8")
     encoder = Encoder(stories)
-    made = make_rows(records, TEMPLATES["plain"], encoder, TokenizeConfig(max_length=10_000))
+    made, _ = make_rows(records, TEMPLATES["plain"], encoder, TokenizeConfig(max_length=10_000))
     longest = max(len(row.input_ids) for each in made if isinstance(each, RecordRows) for row in each.rows)
     answers = [record.turns[-1].text for record in records]
     words = [len(answer.split()) for answer in answers]

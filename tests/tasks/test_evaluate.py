@@ -133,7 +133,7 @@ def test_a_conversation_is_asked_for_its_first_trained_answer_and_a_text_for_its
     text = (Turn("assistant", "one two three four"),)
     for train_on, asked, reference in (("all", turns[:1], "Tom."), ("last", turns[:3], "Lily.")):
         settings = TokenizeConfig(template="chatml", train_on=train_on)
-        made = make_rows(
+        made, _ = make_rows(
             [Record("a", 0, None, turns), Record("a", 1, None, text)], TEMPLATES["chatml"], encoder, settings
         )
         rows = [

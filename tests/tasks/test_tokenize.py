@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tasks import tokenize
 from tasks.data import making, masks
 from tasks.data.encoding import Encoder
 from tasks.data.making import is_held_out
+from tasks.data.masks import segments_of
 from tasks.data.proof import find_faults, split_packed
 from tasks.data.records import Record, Turn, exchange
 from tasks.data.shards import TokenRows
@@ -357,11 +359,11 @@ def test_a_folder_is_read_in_the_order_of_its_files(tokenize_files: Any, stories
 def test_labels_are_checked_before_a_row_is_written(
     tokenize_files: Any, hundred: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shifted(masks.TokenRow):
-        def __init__(self, input_ids: list[int], labels: list[int]) -> None:
-            super().__init__(input_ids, [*labels[1:], -100])
+    def shifted(rows: Any) -> Any:
+        segments = segments_of(rows)
+        return replace(segments, labels=np.append(segments.labels[1:], np.int32(-100)))
 
-    monkeypatch.setattr(masks, "TokenRow", Shifted)
+    monkeypatch.setattr(masks, "segments_of", shifted)
     with pytest.raises(StageError, match=r"Record 0 \(line 1\) of hundred\.jsonl would be trained wrongly"):
         tokenize_files(hundred)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from segments_from import join
 
 from schemas.config import LlmConfig
 from schemas.errors import ConfigError, InputError, StageError
@@ -18,7 +19,6 @@ from schemas.manifest import StageJob
 from schemas.reports import SplitStatistics, TokenizeReport, TrainReport, TrainTimings
 from tasks import train
 from tasks.batches import collate
-from tasks.data.segments import join
 from tasks.data.shards import ShardWriter, TokenRows
 from tasks.files import sha256_file
 from tasks.models.spec import expected_shapes, read_spec

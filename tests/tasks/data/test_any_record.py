@@ -171,7 +171,7 @@ def templates(run: Run) -> dict[str, Template]:
 def check(run: Run, template: Template, turns: tuple[Turn, ...], train_on: str) -> None:
     """One conversation: exactly its answers and their end tokens are trained, or it is rejected for a good reason."""
     config = TokenizeConfig(template=template.name, max_length=131072, train_on=train_on)
-    made = make_rows([Record("data.json", 0, None, turns)], template, run.encoder, config)[0]
+    made = make_rows([Record("data.json", 0, None, turns)], template, run.encoder, config)[0][0]
     if isinstance(made, Rejected):
         run.reasons[made.reason] += 1
         texts = "".join(turn.text + turn.input for turn in turns)
@@ -250,7 +250,7 @@ def test_long_conversations_keep_their_answers_whole_whatever_is_done_with_them(
     )
     def search(turns: tuple[Turn, ...], train_on: str, too_long: str, longest: int) -> None:
         config = TokenizeConfig(template="chatml", max_length=longest, train_on=train_on, too_long=too_long)
-        made = make_rows([Record("data.json", 0, None, turns)], template, shared_encoder, config)[0]
+        made = make_rows([Record("data.json", 0, None, turns)], template, shared_encoder, config)[0][0]
         if isinstance(made, Rejected):
             return
         seen.update(cut=made.is_cut, split=made.is_split)

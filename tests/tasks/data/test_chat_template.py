@@ -51,7 +51,7 @@ def as_messages(turns: Any) -> list[dict[str, str]]:
 
 def rows(turns: Any, encoder: Encoder, template: ChatTemplate, **settings: Any) -> RecordRows | Rejected:
     config = TokenizeConfig(template="tokenizer", max_length=4096, **settings)
-    return make_rows([Record("data.json", 0, None, tuple(turns))], template, encoder, config)[0]
+    return make_rows([Record("data.json", 0, None, tuple(turns))], template, encoder, config)[0][0]
 
 
 def trained(made: RecordRows | Rejected, encoder: Encoder) -> str:

@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from schemas.config import TokenizeConfig
@@ -19,8 +20,10 @@ from tasks.data.masks import (
     TokenRow,
     make_rows,
     place_of,
+    segments_of,
 )
 from tasks.data.records import Record, Turn, exchange
+from tasks.data.segments import Segments
 from tasks.data.templates import TEMPLATES, FixedTemplate, Script
 
 RECORD = Record("data.json", 3, None, exchange("Who is it?", "It is Tom."))
@@ -41,7 +44,7 @@ def rows(
     turns: tuple[Turn, ...], encoder: Encoder, template: Any = TEMPLATES["chatml"], **settings: Any
 ) -> RecordRows | Rejected:
     settings = {"template": "chatml", "max_length": 4096, **settings}
-    (made,) = make_rows([replace(RECORD, turns=turns)], template, encoder, TokenizeConfig(**settings))
+    (made,), _ = make_rows([replace(RECORD, turns=turns)], template, encoder, TokenizeConfig(**settings))
     return made
 
 
@@ -140,10 +143,15 @@ def test_many_records_at_once_give_the_rows_of_each_and_keep_their_order(encoder
     conversations = [TALK, exchange("a", "b"), (Turn("assistant", "c"),), exchange("a\u2581", "b"), TALK[:3]]
     records = [replace(RECORD, index=k, turns=turns) for k, turns in enumerate(conversations)]
     settings = TokenizeConfig(template="chatml")
-    together = make_rows(records, TEMPLATES["chatml"], encoder, settings)
-    assert together == [make_rows([record], TEMPLATES["chatml"], encoder, settings)[0] for record in records]
+    together, segments = make_rows(records, TEMPLATES["chatml"], encoder, settings)
+    assert together == [make_rows([record], TEMPLATES["chatml"], encoder, settings)[0][0] for record in records]
     assert [item.record for item in together if isinstance(item, Rejected)] == [3]
-    assert make_rows([], TEMPLATES["chatml"], encoder, settings) == []
+    rows = [row for item in together if isinstance(item, RecordRows) for row in item.rows]
+    assert segments.ids.tolist() == [i for row in rows for i in row.input_ids]
+    assert segments.labels.tolist() == [label for row in rows for label in row.labels]
+    assert segments.lengths.tolist() == [len(row.input_ids) for row in rows]
+    none, nothing = make_rows([], TEMPLATES["chatml"], encoder, settings)
+    assert (none, len(nothing)) == ([], 0)
 
 
 def test_a_row_of_exactly_the_longest_length_is_kept_and_a_longer_one_is_not(encoder: Encoder) -> None:
@@ -246,11 +254,11 @@ def test_a_conversation_with_one_exchange_that_is_too_long_is_left_out_whole(enc
 def test_rows_that_would_be_trained_wrongly_are_never_passed_on(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shifted(TokenRow):
-        def __init__(self, input_ids: list[int], labels: list[int]) -> None:
-            super().__init__(input_ids, [*labels[1:], IGNORE_LABEL])
+    def shifted(made: Any) -> Segments:
+        segments = segments_of(made)
+        return replace(segments, labels=np.append(segments.labels[1:], np.int32(IGNORE_LABEL)))
 
-    monkeypatch.setattr(masks, "TokenRow", Shifted)
+    monkeypatch.setattr(masks, "segments_of", shifted)
     with pytest.raises(
         StageError, match=r"Record 3 of data\.json would be trained wrongly: labels are shifted \(token"
     ):

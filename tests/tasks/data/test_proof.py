@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from segments_from import join
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from schemas.config import TokenizeConfig
@@ -12,7 +13,6 @@ from tasks.data.encoding import Encoder
 from tasks.data.masks import RecordRows, TokenRow, make_rows
 from tasks.data.proof import Fault, find_faults, split_packed
 from tasks.data.records import Record, Turn, exchange
-from tasks.data.segments import join
 from tasks.data.templates import TEMPLATES
 
 PLAIN = TEMPLATES["plain"]
@@ -40,7 +40,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 @pytest.fixture(scope="module")
 def row(encoder: Encoder) -> TokenRow:
     """The right row."""
-    made = make_rows([Record("a", 0, None, TURNS)], PLAIN, encoder, TokenizeConfig(template="plain"))[0]
+    made = make_rows([Record("a", 0, None, TURNS)], PLAIN, encoder, TokenizeConfig(template="plain"))[0][0]
     assert isinstance(made, RecordRows)
     return made.rows[0]
 
@@ -153,7 +153,7 @@ def test_a_packed_row_is_seen_segment_by_segment(encoder: Encoder, row: TokenRow
 
 def test_pieces_of_a_plain_text_may_lack_start_and_end_only_where_texts_are_split(encoder: Encoder) -> None:
     settings = TokenizeConfig(template="plain", max_length=8, too_long="split")
-    made = make_rows([Record("a", 0, None, (Turn("assistant", "Once upon a time"),))], PLAIN, encoder, settings)[0]
+    made = make_rows([Record("a", 0, None, (Turn("assistant", "Once upon a time"),))], PLAIN, encoder, settings)[0][0]
     assert isinstance(made, RecordRows)
     segments = join([row.input_ids for row in made.rows], [row.labels for row in made.rows])
     assert find_faults(segments, encoder, encoder.eos_id, open_ends=True) == []

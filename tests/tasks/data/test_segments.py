@@ -1,11 +1,11 @@
 import pickle
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from segments_from import join
 
-from tasks.data.segments import Segments, concatenate, join
+from tasks.data.segments import Segments, concatenate
 
 ROWS = st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=8)
 
@@ -45,9 +45,3 @@ def test_the_types_are_those_of_the_shards() -> None:
         assert segments.starts[0] == 0
         assert segments.starts[-1] == len(segments.ids)
         assert segments.origins.shape == (len(segments), 2)
-
-
-@pytest.mark.parametrize("labels", [[[1]], [[1, 2], []], [[1, 2]]])
-def test_rows_have_as_many_labels_as_ids(labels: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="as many labels as ids"):
-        join([[1, 2], [3]], labels)

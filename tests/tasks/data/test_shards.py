@@ -4,11 +4,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from segments_from import join
 
 from schemas.errors import StoreError
 from schemas.tables import TOKENS
 from tasks.data import shards
-from tasks.data.segments import Segments, join
+from tasks.data.segments import Segments
 from tasks.data.shards import ShardWriter, TokenRows
 
 IDS = [list(range(n)) for n in (3, 1, 7, 2, 5, 4, 6)]
