@@ -21,9 +21,13 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine
 MASKED = -1e9  # added to a score: its weight becomes exactly 0, and unlike -inf it can't turn into NaN
 
 
-def dense(in_channels: int, out_channels: int) -> nn.Dense:
-    """A linear layer without bias, weight (out_channels, in_channels) still to be set."""
-    return nn.Dense(in_channels, out_channels, weight_init="zeros", has_bias=False)
+def dense(in_channels: int, out_channels: int, bias: bool = False) -> nn.Dense:
+    """A linear layer, weight (out_channels, in_channels) still to be set.
+
+    Its bias (out_channels,), None without one, is added by ops.BiasAdd, which spreads nothing; an adapter that takes
+    the layer's place has to do the same.
+    """
+    return nn.Dense(in_channels, out_channels, weight_init="zeros", bias_init="zeros", has_bias=bias)
 
 
 def as_type(x: Tensor, dtype: mstype.Type) -> Tensor:

@@ -9,7 +9,7 @@ _TYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 
 
 def lower_precision(decoder: Decoder, precision: Precision) -> None:
-    """Hold the decoder's matrices in a type, and so compute in it; MindSpore calls this level O2.
+    """Hold the decoder's matrices and biases in a type, and so compute in it; MindSpore calls this level O2.
 
     Norms keep their float32 weights and, like softmax and loss, compute in float32. Adapters that are attached later
     are float32, as is their optimizer state.
@@ -19,7 +19,7 @@ def lower_precision(decoder: Decoder, precision: Precision) -> None:
         precision: the type.
     """
     for parameter in decoder.get_parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim == 2 or parameter.name.endswith(".bias"):
             parameter.set_dtype(_TYPES[precision])
 
 
