@@ -2,7 +2,8 @@
 
 The cache of a layer is one matrix of keys and one of values, (K * S, C) with S rows for each of the K heads, written
 in place by row number. Rows are written before they are read, and a token sees the rows up to its own position only:
-what an earlier text or the padding of a chunk left behind has weight 0 until it is overwritten.
+what an earlier text or the padding of a chunk left behind has weight 0 until it is overwritten. A window of attention
+is a matter of the mask as well; the cache holds all rows.
 """
 
 import numpy as np
@@ -10,7 +11,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from tasks.models.decoder import Block, Decoder
-from tasks.models.layers import MASKED, Angles, rotary_tables
+from tasks.models.layers import MASKED, Angles
+from tasks.models.rotary import rotary_frequencies, rotary_tables
 
 INPUT_SHAPES: dict[str, tuple[int | None, ...]] = {"input_ids": (1, None), "positions": (None,)}
 
@@ -39,7 +41,7 @@ class CachedBlock(nn.Cell):
     def __init__(self, block: Block, index: int, rows: int) -> None:
         super().__init__(auto_prefix=False)  # parameters keep their Hugging Face names
         attention = block.self_attn
-        self.block = block
+        self.block, self.windowed = block, block.windowed
         self.heads, self.rows, self.head_size = attention.key_value_heads, rows, attention.head_size
         zeros = np.zeros((self.heads * rows, self.head_size), np.float32)
         self.keys = Parameter(Tensor(zeros), name=f"cache.{index}.keys", requires_grad=False)
@@ -80,14 +82,14 @@ class CachedDecoder(nn.Cell):
         super().__init__(auto_prefix=False)
         spec = decoder.spec
         rows = -(-cache_length // prefill_chunk) * prefill_chunk
-        cosine, sine = rotary_tables(rows, spec.head_size, spec.rope_theta)
+        cosine, sine = rotary_tables(rows, rotary_frequencies(spec))
         self.decoder = decoder
         blocks = [CachedBlock(block, index, rows) for index, block in enumerate(decoder.model.layers)]
         self.blocks = nn.CellList(blocks, auto_prefix=False)
         self.cosine, self.sine = Tensor(cosine), Tensor(sine)
         self.columns = Tensor(np.arange(rows, dtype=np.int32))
         self.first_rows = Tensor(np.arange(spec.key_value_heads, dtype=np.int32) * rows)  # of each head
-        self.vocabulary = spec.vocabulary
+        self.vocabulary, self.window = spec.vocabulary, spec.window
         self.set_train(False)
         self.set_inputs(*input_forms())
 
@@ -98,8 +100,11 @@ class CachedDecoder(nn.Cell):
         places = positions.expand_dims(1)  # (T, 1)
         written = (places + self.first_rows).reshape(-1)  # (T * K,)
         mask = (self.columns > places).astype(mstype.float32) * MASKED  # (T, S)
+        windowed_mask = mask
+        if self.window is not None:
+            windowed_mask += (self.columns <= places - self.window).astype(mstype.float32) * MASKED
         x = self.decoder.model.embed_tokens(input_ids)  # (1, T, D)
         for block in self.blocks:
-            x = block(x, (cosine, sine), written, mask)
+            x = block(x, (cosine, sine), written, windowed_mask if block.windowed else mask)
         logits = self.decoder.logits(self.decoder.model.norm(x))  # (1, T, V)
         return logits.reshape(-1, self.vocabulary)

@@ -1,17 +1,19 @@
-"""The Llama decoder: embedding, blocks, final norm, head. One pass over whole rows, without a cache.
+"""The decoder: embedding, blocks, final norm, head. One pass over whole rows, without a cache.
 
     input_ids (B, T) -> embed_tokens -> [ + self_attn(norm) -> + mlp(norm) ] x layers -> norm -> hidden (B, T, D)
     hidden (..., D) -> logits (..., V)
 
-Parameter names are the tensor names of a Hugging Face checkpoint.
+Parameter names are the tensor names of a Hugging Face checkpoint. What the families differ in is in `families`.
 
-Source: Touvron et al. 2023, arXiv 2302.13971, section 2.2; modeling_llama.py of Transformers 4.57.
+Source: Touvron et al. 2023, arXiv 2302.13971, section 2.2; modeling_llama.py, modeling_mistral.py, modeling_qwen2.py
+and modeling_qwen3.py of Transformers 4.57.
 """
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 
+from tasks.models.families import DecoderSpec
 from tasks.models.layers import (
     MASKED,
     Angles,
@@ -21,15 +23,14 @@ from tasks.models.layers import (
     as_type,
     causal_mask,
     dense,
-    rotary_tables,
 )
-from tasks.models.spec import DecoderSpec
+from tasks.models.rotary import rotary_frequencies, rotary_tables
 
 
-def _tables(tokens: int, head_size: int, theta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Cosine, sine (T, C/2) and mask (T, T), computed once when a graph for T tokens is compiled."""
-    cosine, sine = rotary_tables(tokens, head_size, theta)
-    return Tensor(cosine), Tensor(sine), Tensor(causal_mask(tokens))
+def _tables(tokens: int, frequencies: tuple[float, ...], window: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cosine, sine (T, C/2), mask and mask with window (T, T), computed once when a graph for T tokens is compiled."""
+    cosine, sine = rotary_tables(tokens, frequencies)
+    return Tensor(cosine), Tensor(sine), Tensor(causal_mask(tokens)), Tensor(causal_mask(tokens, window))
 
 
 _constants = ops.constexpr(_tables)
@@ -60,7 +61,8 @@ class Block(nn.Cell):
     """One layer: attention, then feed-forward, each on the normed input and added to it.
 
     Args:
-        spec: sizes.
+        spec: see `families.DecoderSpec`.
+        index: its number in the decoder, from 0.
     Inputs:
         x: (B, T, D).
         angles, key_angles, mask: see `Attention`.
@@ -68,8 +70,9 @@ class Block(nn.Cell):
         (B, T, D).
     """
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, index: int) -> None:
         super().__init__()
+        self.windowed = index in spec.windowed_layers  # which of the two masks is for it
         self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
@@ -85,7 +88,7 @@ class Trunk(nn.Cell):
     """All of the decoder but the head; a part of its own because the tensors are named `model.*`.
 
     Args:
-        spec: sizes.
+        spec: see `families.DecoderSpec`.
     Inputs:
         input_ids: (B, T) int32.
         segment_ids, positions: (B, T) int32, or neither; see `Decoder`.
@@ -95,10 +98,10 @@ class Trunk(nn.Cell):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.head_size, self.rope_theta = spec.head_size, spec.rope_theta
-        self.heads, self.key_value_heads = spec.heads, spec.key_value_heads
+        self.heads, self.key_value_heads, self.head_size = spec.heads, spec.key_value_heads, spec.head_size
+        self.frequencies, self.window = rotary_frequencies(spec), spec.window
         self.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
-        self.layers = nn.CellList([Block(spec) for _ in range(spec.layers)])
+        self.layers = nn.CellList([Block(spec, index) for index in range(spec.layers)])
         self.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
 
     def construct(
@@ -106,12 +109,16 @@ class Trunk(nn.Cell):
     ) -> Tensor:
         """See the class."""
         batch, tokens = input_ids.shape
-        cosine, sine, mask = _constants(tokens, self.head_size, self.rope_theta)
+        cosine, sine, mask, windowed_mask = _constants(tokens, self.frequencies, self.window)
         if segment_ids is not None:
             cosine, sine = ops.gather(cosine, positions, 0), ops.gather(sine, positions, 0)  # (B, T, C/2)
             apart = segment_ids.expand_dims(2) != segment_ids.expand_dims(1)  # (B, T, T)
-            mask = ops.minimum(mask, apart.astype(mstype.float32) * MASKED).expand_dims(1).expand_dims(1)
-        mask = ops.broadcast_to(mask, (batch, self.key_value_heads, self.heads // self.key_value_heads, tokens, tokens))
+            other = apart.astype(mstype.float32) * MASKED
+            # Tokens of a segment are as far apart in the row as in the segment, so that the window needs no positions.
+            mask = ops.minimum(mask, other).expand_dims(1).expand_dims(1)
+            windowed_mask = ops.minimum(windowed_mask, other).expand_dims(1).expand_dims(1)
+        full_shape = (batch, self.key_value_heads, self.heads // self.key_value_heads, tokens, tokens)
+        mask, windowed_mask = ops.broadcast_to(mask, full_shape), ops.broadcast_to(windowed_mask, full_shape)
         x = self.embed_tokens(input_ids)
         cosine, sine = as_type(cosine, x.dtype).expand_dims(-2), as_type(sine, x.dtype).expand_dims(-2)
         shape = (batch, tokens, self.heads, self.head_size // 2)
@@ -119,19 +126,19 @@ class Trunk(nn.Cell):
         angles = ops.broadcast_to(cosine, shape), ops.broadcast_to(sine, shape)
         key_angles = ops.broadcast_to(cosine, key_shape), ops.broadcast_to(sine, key_shape)
         for layer in self.layers:
-            x = layer(x, angles, key_angles, mask)
+            x = layer(x, angles, key_angles, windowed_mask if layer.windowed else mask)
         return self.norm(x)
 
 
 class Decoder(nn.Cell):
-    """A Llama decoder whose weights are still to be set (see `loading.load_decoder`).
+    """A decoder whose weights are still to be set (see `loading.load_decoder`).
 
     Each token sees itself and those before it. Rows that are padded on the right need no mask: what stands after a
     token does not reach it, and the hidden states of padding are not to be used. In packed rows a token sees those of
     its own segment only, and its position counts from the segment's start: the result is that of rows of their own.
 
     Args:
-        spec: sizes.
+        spec: see `families.DecoderSpec`.
     Inputs:
         input_ids: (B, T) int32, from 0 to V - 1. Every new (B, T) compiles a graph of its own, seconds each.
         segment_ids: (B, T) int32, the segment of each token; without them a row is one segment.

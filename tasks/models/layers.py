@@ -1,4 +1,4 @@
-"""The parts of a Llama decoder: norm, rotary positions, attention, feed-forward. Names follow the Hugging Face tensors.
+"""The parts of a decoder: norm, rotary positions, attention, feed-forward. Names follow the Hugging Face tensors.
 
 Weights start at zero and are set by `loading`; a Dense with weight_init="zeros" takes no time and no memory until then.
 Each Cell computes in the type of its input; norms and softmax compute in float32 always.
@@ -14,7 +14,7 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from numpy.typing import NDArray
 
-from tasks.models.spec import DecoderSpec
+from tasks.models.families import DecoderSpec
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine
 
@@ -35,21 +35,17 @@ def as_type(x: Tensor, dtype: mstype.Type) -> Tensor:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def rotary_tables(tokens: int, head_size: int, theta: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosine and sine of the rotary angles for positions 0 to tokens - 1, each (T, C/2) float32.
+def causal_mask(tokens: int, window: int | None = None) -> NDArray[np.float32]:
+    """What is added to the scores (T, T): 0 for a token's own position and those before it, MASKED for others.
 
-    Computed in float64, since float32 angles are off by up to 1e-4 at position 2000.
-
-    Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2, equation 15.
+    Args:
+        tokens: T.
+        window: positions that a token sees at most, its own included; None: all before it.
     """
-    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)  # (C/2,)
-    angles = np.outer(np.arange(tokens), frequencies)  # (T, C/2)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def causal_mask(tokens: int) -> NDArray[np.float32]:
-    """What is added to the scores (T, T): 0 up to a token's own position, MASKED after it."""
-    return np.triu(np.full((tokens, tokens), MASKED, np.float32), k=1)
+    mask = np.triu(np.full((tokens, tokens), MASKED, np.float32), k=1)
+    if window is not None:
+        mask += np.tril(np.full((tokens, tokens), MASKED, np.float32), k=-window)
+    return mask
 
 
 class RMSNorm(nn.Cell):
@@ -86,11 +82,11 @@ class Rotary(nn.Cell):
 
     Inputs:
         x: (B, T, heads, C).
-        angles: cosine and sine, see `rotary_tables`, (B, T, heads, C/2) each, or (T, 1, C/2) for few tokens.
+        angles: cosine and sine, see `rotary.rotary_tables`, (B, T, heads, C/2) each, or (T, 1, C/2) for few tokens.
     Outputs:
         (B, T, heads, C).
-    Source: as `rotary_tables`; pairs half a head apart instead of neighbours, as in Hugging Face checkpoints, whose
-    query and key rows are ordered for it.
+    Source: as `rotary.rotary_frequencies`; pairs half a head apart instead of neighbours, as in Hugging Face
+    checkpoints, whose query and key rows are ordered for it.
     """
 
     def __init__(self) -> None:
@@ -109,15 +105,15 @@ class Attention(nn.Cell):
     """Grouped-query attention, in two parts so that a decoder with a cache can put its own keys and values between.
 
     Args:
-        spec: sizes D, H, K, C.
+        spec: sizes D, H, K, C; biases; whether queries and keys are normed.
     Inputs:
         x: (B, T, D).
         angles, key_angles: cosine and sine for the H heads of queries and the K heads of keys, see `Rotary`.
         mask: (B, K, H/K, T, T), or (T, T) for few tokens; added to the scores.
     Outputs:
         (B, T, D).
-    Source: Ainslie et al. 2023, arXiv 2305.13245. Query heads of a group are put after each other along T, so that keys
-    and values need not be repeated.
+    Source: Ainslie et al. 2023, arXiv 2305.13245; the norm as in modeling_qwen3.py of Transformers 4.57. Query heads of
+    a group are put after each other along T, so that keys and values need not be repeated.
     """
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -125,10 +121,14 @@ class Attention(nn.Cell):
         self.heads, self.key_value_heads, self.head_size = spec.heads, spec.key_value_heads, spec.head_size
         self.group = spec.heads // spec.key_value_heads
         self.scale = spec.head_size**-0.5
-        self.q_proj = dense(spec.hidden, spec.heads * spec.head_size)
-        self.k_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size)
-        self.v_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size)
-        self.o_proj = dense(spec.heads * spec.head_size, spec.hidden)
+        self.q_proj = dense(spec.hidden, spec.heads * spec.head_size, spec.input_bias)
+        self.k_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size, spec.input_bias)
+        self.v_proj = dense(spec.hidden, spec.key_value_heads * spec.head_size, spec.input_bias)
+        self.o_proj = dense(spec.heads * spec.head_size, spec.hidden, spec.output_bias)
+        self.query_key_norm = spec.query_key_norm
+        if spec.query_key_norm:
+            self.q_norm = RMSNorm(spec.head_size, spec.norm_epsilon)
+            self.k_norm = RMSNorm(spec.head_size, spec.norm_epsilon)
         self.rotary = Rotary()
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.weighted_sum = ops.BatchMatMul()
@@ -144,6 +144,8 @@ class Attention(nn.Cell):
         queries = self.q_proj(x).reshape(batch, tokens, self.heads, self.head_size)
         keys = self.k_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
         values = self.v_proj(x).reshape(batch, tokens, self.key_value_heads, self.head_size)
+        if self.query_key_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         return self.rotary(queries, angles), self.rotary(keys, key_angles), values
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -168,7 +170,7 @@ class FeedForward(nn.Cell):
     """The gated part of a block: down(silu(gate(x)) * up(x)).
 
     Args:
-        spec: sizes D, F.
+        spec: sizes D, F; biases.
     Inputs:
         x: (B, T, D).
     Outputs:
@@ -178,9 +180,9 @@ class FeedForward(nn.Cell):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.gate_proj = dense(spec.hidden, spec.intermediate)
-        self.up_proj = dense(spec.hidden, spec.intermediate)
-        self.down_proj = dense(spec.intermediate, spec.hidden)
+        self.gate_proj = dense(spec.hidden, spec.intermediate, spec.feed_forward_bias)
+        self.up_proj = dense(spec.hidden, spec.intermediate, spec.feed_forward_bias)
+        self.down_proj = dense(spec.intermediate, spec.hidden, spec.feed_forward_bias)
 
     def construct(self, x: Tensor) -> Tensor:
         """See the class."""

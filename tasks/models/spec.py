@@ -7,64 +7,23 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import InputError
+from tasks.models.families import DecoderSpec as DecoderSpec
+from tasks.models.families import spec_of
 from tasks.models.headers import FLOATS, is_gguf, read_headers
 
 log = logging.getLogger("mindtune.models")
 
-ARCHITECTURE = "LlamaForCausalLM"
-MODEL_TYPE = "llama"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 NAMES_SHOWN = 5  # tensor names of one kind in an error message
 
 # Rotary frequencies, which older versions of Transformers saved; they follow from config.json and are computed here.
 _BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
-
-# Options that change what the model computes, with the values under which it is the plain Llama.
-_PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "attention_dropout": (0, None),
-    "quantization_config": (None,),
-}
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """The sizes of a Llama decoder.
-
-    Args:
-        vocabulary: V, rows of the embedding.
-        hidden: D, width of the model.
-        intermediate: F, width inside the feed-forward part.
-        layers: blocks of attention and feed-forward.
-        heads: H, query heads.
-        key_value_heads: K, key and value heads; each serves H / K query heads that follow each other.
-        head_size: C; H * C need not be D.
-        norm_epsilon: added to the mean square under the root.
-        rope_theta: base of the rotary frequencies.
-        positions: tokens that the model was made for (max_position_embeddings).
-        tied_head: the logits use the embedding itself; there is no lm_head tensor.
-    """
-
-    vocabulary: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    norm_epsilon: float
-    rope_theta: float
-    positions: int
-    tied_head: bool
 
 
 def read_config(base: Path) -> dict[str, Any]:
@@ -92,18 +51,12 @@ def read_config(base: Path) -> dict[str, Any]:
 
 
 def read_spec(base: Path) -> DecoderSpec:
-    """Read the sizes of a checkpoint, folder or GGUF file.
-
-    Absent values are those that Transformers' LlamaConfig (4.57) takes for them, except the sizes, which must be there.
+    """What the decoder of a checkpoint, folder or GGUF file, looks like.
 
     Raises:
-        InputError: as `read_config`; or a size is absent or impossible, the architecture is another, or an option is
-            set that the decoder here does not compute.
+        InputError: as `read_config` and `families.spec_of`.
     """
-    config = read_config(base)
-    _check_architecture(base, config)
-    _check_options(base, config)
-    return _spec_of(base, config)
+    return spec_of(base, read_config(base))
 
 
 def tensor_shapes(base: Path) -> dict[str, tuple[int, ...]]:
@@ -119,23 +72,34 @@ def expected_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a decoder of these sizes has, in model order."""
     width, queries, keys = spec.hidden, spec.heads * spec.head_size, spec.key_value_heads * spec.head_size
     block = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (spec.intermediate, width),
-        "mlp.up_proj": (spec.intermediate, width),
-        "mlp.down_proj": (width, spec.intermediate),
+        "input_layernorm": _vector(width),
+        "self_attn.q_proj": _matrix(queries, width, spec.input_bias),
+        "self_attn.k_proj": _matrix(keys, width, spec.input_bias),
+        "self_attn.v_proj": _matrix(keys, width, spec.input_bias),
+        "self_attn.q_norm": _vector(spec.head_size) if spec.query_key_norm else {},
+        "self_attn.k_norm": _vector(spec.head_size) if spec.query_key_norm else {},
+        "self_attn.o_proj": _matrix(width, queries, spec.output_bias),
+        "post_attention_layernorm": _vector(width),
+        "mlp.gate_proj": _matrix(spec.intermediate, width, spec.feed_forward_bias),
+        "mlp.up_proj": _matrix(spec.intermediate, width, spec.feed_forward_bias),
+        "mlp.down_proj": _matrix(width, spec.intermediate, spec.feed_forward_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocabulary, width)}
     for index in range(spec.layers):
-        shapes |= {f"model.layers.{index}.{part}.weight": shape for part, shape in block.items()}
+        for part, tensors in block.items():
+            shapes |= {f"model.layers.{index}.{part}.{name}": shape for name, shape in tensors.items()}
     shapes["model.norm.weight"] = (width,)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocabulary, width)
     return shapes
+
+
+def _vector(size: int) -> dict[str, tuple[int, ...]]:
+    return {"weight": (size,)}
+
+
+def _matrix(out_channels: int, in_channels: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {"weight": (out_channels, in_channels)} | ({"bias": (out_channels,)} if bias else {})
 
 
 def check_tensors(folder: Path, spec: DecoderSpec) -> None:
@@ -231,62 +195,3 @@ def _suggestion(unmatched: Sequence[str], kinds: Sequence[str]) -> str:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "") if names else "none"
-
-
-def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    named = config.get("architectures") or ([ARCHITECTURE] if config.get("model_type") == MODEL_TYPE else [])
-    if named != [ARCHITECTURE]:
-        found = ", ".join(map(str, named)) if named else config.get("model_type") or "none named"
-        raise InputError("model.unknown_architecture", path=folder, found=found, known=ARCHITECTURE)
-
-
-def _check_options(folder: Path, config: Mapping[str, Any]) -> None:
-    for field, plain in _PLAIN_VALUES.items():
-        found = config.get(field, plain[0])
-        if found not in plain:
-            raise InputError(
-                "model.unsupported_option", path=folder, field=field, found=found, known=json.dumps(plain[0])
-            )
-    for field in ("rope_scaling", "rope_parameters"):
-        rope = config.get(field) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind != "default":
-            raise InputError("model.unsupported_option", path=folder, field=field, found=rope, known="default")
-
-
-def _spec_of(folder: Path, config: Mapping[str, Any]) -> DecoderSpec:
-    def number(field: str, default: Any = None, kind: type[int | float] = int) -> Any:
-        value = config.get(field)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not value > 0:
-            raise InputError("model.no_config", path=folder, problem=f"{field} is {value!r}, not a positive number")
-        return value
-
-    def flag(field: str) -> bool:
-        value = config.get(field) or False
-        if not isinstance(value, bool):
-            raise InputError("model.no_config", path=folder, problem=f"{field} is {value!r}, not true or false")
-        return value
-
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    rope = config.get("rope_parameters") or {}
-    spec = DecoderSpec(
-        vocabulary=number("vocab_size"),
-        hidden=hidden,
-        intermediate=number("intermediate_size"),
-        layers=number("num_hidden_layers"),
-        heads=heads,
-        key_value_heads=number("num_key_value_heads", heads),
-        head_size=number("head_dim", hidden // heads),
-        norm_epsilon=float(number("rms_norm_eps", 1e-6, float)),
-        rope_theta=float(number("rope_theta", rope.get("rope_theta", 10000.0), float)),
-        positions=number("max_position_embeddings", 2048),
-        tied_head=flag("tie_word_embeddings"),
-    )
-    if spec.heads % spec.key_value_heads:
-        problem = f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({spec.key_value_heads})"
-        raise InputError("model.no_config", path=folder, problem=problem)
-    if spec.head_size % 2:
-        problem = f"the head size ({spec.head_size}) is odd; rotary positions turn pairs"
-        raise InputError("model.no_config", path=folder, problem=problem)
-    return spec

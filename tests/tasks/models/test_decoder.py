@@ -94,8 +94,9 @@ def test_a_later_token_changes_nothing_before_it(small_model, small_logits):
     rows[1, 7] = (row[7] + 5) % 37
     rows[2, 12] = (row[12] + 5) % 37
     first, changed, last = small_logits(ms.Tensor(rows)).asnumpy()
-    np.testing.assert_array_equal(changed[:7], first[:7])
-    np.testing.assert_array_equal(last[:12], first[:12])
+    # Not bit for bit: which rows a product takes together, and so its rounding, is the machine's.
+    np.testing.assert_allclose(changed[:7], first[:7], atol=1e-5)
+    np.testing.assert_allclose(last[:12], first[:12], atol=1e-5)
     assert (np.abs(changed[7:] - first[7:]).max(axis=1) > 1e-3).all()
 
 

@@ -1,22 +1,17 @@
 import mindspore as ms
 import numpy as np
 
-from tasks.models.layers import MASKED, RMSNorm, causal_mask, rotary_tables
-
-
-def test_rotary_tables_stay_exact_at_far_positions():
-    cosine, sine = rotary_tables(4001, 8, 10000.0)
-    position, pair = 4000, 1
-    angle = position * 10000.0 ** (-2 * pair / 8)  # 400 radians
-    assert cosine.shape == sine.shape == (4001, 4)
-    assert cosine.dtype == sine.dtype == np.float32
-    assert abs(cosine[position, pair] - np.cos(angle)) < 1e-7  # float32 angles would be off by up to 1e-5 here
-    assert abs(sine[position, pair] - np.sin(angle)) < 1e-7
+from tasks.models.layers import MASKED, RMSNorm, causal_mask
 
 
 def test_the_mask_hides_later_tokens_only():
     np.testing.assert_array_equal(causal_mask(3) == 0, [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     assert set(causal_mask(3)[~np.tri(3, dtype=bool)]) == {np.float32(MASKED)}
+
+
+def test_with_a_window_the_mask_hides_what_is_too_far_back_as_well():
+    np.testing.assert_array_equal(causal_mask(4, 2) == 0, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]])
+    np.testing.assert_array_equal(causal_mask(4, 4), causal_mask(4))
 
 
 def test_a_masked_score_gets_exactly_no_weight_even_beside_huge_scores():

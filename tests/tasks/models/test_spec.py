@@ -39,11 +39,6 @@ def test_absent_values_are_those_of_llama_config(checkpoint):
     assert (spec.key_value_heads, spec.head_size, spec.rope_theta, spec.norm_epsilon) == (6, 4, 10000.0, 1e-6)
 
 
-def test_the_rotary_base_may_stand_in_rope_parameters(checkpoint):
-    folder = checkpoint(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
-    assert read_spec(folder).rope_theta == 500000.0
-
-
 def test_a_config_without_architectures_is_known_by_its_model_type(checkpoint, small_model):
     assert read_spec(checkpoint(architectures=None)) == small_model.spec
 
@@ -72,14 +67,16 @@ def test_an_unreadable_config_is_refused(tmp_path, text, problem):
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "bert"}, "bert"),
         ({"architectures": None, "model_type": None}, "none named"),
     ],
 )
 def test_another_architecture_is_refused_by_name(checkpoint, changes, found):
-    with pytest.raises(InputError, match=f"The architecture '{found}' of .* Supported: LlamaForCausalLM"):
+    with pytest.raises(InputError, match=f"The architecture '{found}' of .* Supported: LlamaForCausalLM, Mistral"):
         read_spec(checkpoint(**changes))
 
 
@@ -87,14 +84,14 @@ def test_another_architecture_is_refused_by_name(checkpoint, changes, found):
     ("field", "value", "known"),
     [
         ("hidden_act", "gelu", '"silu"'),
-        ("attention_bias", True, "false"),
-        ("mlp_bias", True, "false"),
         ("attention_dropout", 0.1, "0"),
         ("quantization_config", {"quant_method": "gptq"}, "null"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "default"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "default"),
-        ("rope_scaling", "linear", "default"),
-        ("rope_parameters", {"rope_type": "yarn"}, "default"),
+        ("partial_rotary_factor", 0.5, "1.0"),
+        ("use_mrope", True, "false"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "default, dynamic, linear, llama3"),
+        ("rope_scaling", {"type": "longrope"}, "default, dynamic, linear, llama3"),
+        ("rope_scaling", "linear", "default, dynamic, linear, llama3"),
+        ("rope_parameters", {"rope_type": "yarn"}, "default, dynamic, linear, llama3"),
     ],
 )
 def test_an_option_that_would_change_the_result_is_refused(checkpoint, field, value, known):
