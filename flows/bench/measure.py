@@ -19,7 +19,7 @@ from tasks.runner import child_environment
 
 PROJECT = Path(__file__).parents[2]
 PEERS = PROJECT / ".venv-peers" / "bin" / "python"
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.2
 TAIL_LINES = 15
 
 
