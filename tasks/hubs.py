@@ -68,6 +68,8 @@ class HuggingFace:
             return Path(snapshot_download(name, revision=revision, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):
             return None
+        except OSError:  # the revision is no name of one: a folder among the cache's own names (`pr` of `pr/1`, `..`)
+            return None
 
     def files(self, name: str, revision: str) -> list[str]:
         """See `Hub`."""

@@ -8,12 +8,14 @@
 
 A snapshot in a hub's cache is used as it is, without any network: one that was downloaded as `main` stays until it is
 deleted there. Only the files that are needed are downloaded, the weights last, so that a snapshot with all its weights
-is whole. Nothing else in the project knows these forms.
+is whole, and a model that its config.json says is not supported is refused before them. Nothing else in the project
+knows these forms.
 """
 
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -21,6 +23,7 @@ from schemas.config import ModelConfig
 from schemas.errors import InputError
 from tasks.hubs import HUBS, Hub, HubError
 from tasks.models.headers import weight_files
+from tasks.models.spec import read_spec
 from tasks.tokenizer_files import TOKENIZER_CORES, TOKENIZER_FILES
 
 log = logging.getLogger("mindtune.locations")
@@ -65,7 +68,8 @@ def download_missing(model: ModelConfig) -> bool:
 
     Raises:
         InputError: there is no network, or the hub's client is not installed; or the repository or its revision is not
-            known, asks for terms to be accepted, or lacks files.
+            known, asks for terms to be accepted, or lacks files; or, before its weights are downloaded, as
+            `spec.read_spec`.
     """
     missing = [location for location in _locations(model) if location.find() is None]
     for location in missing:
@@ -113,6 +117,8 @@ class _Location:
             names = self.hub.files(self.name, self.revision)
             small = [name for name in (*MODEL_FILES, INDEX, *TOKENIZER_FILES) if name not in TOKENIZER_CORES]
             folder = self._fetch(small, names)
+            if self.weights and folder is not None and "config.json" in names:
+                read_spec(folder)  # before gigabytes come of a model that is refused afterwards
             folder = self._fetch(TOKENIZER_CORES, names) or folder
             if self.weights:
                 folder = self._fetch(_weights(folder, names), names) or folder
@@ -164,7 +170,9 @@ class _Location:
 
     def _in_package(self) -> Path:
         package, _, inner = self.rest.partition("/")
-        if not package.isidentifier() or not inner or ".." in PurePosixPath(inner).parts:
+        place = PurePosixPath(inner)
+        is_package = package.isidentifier() and package != "__main__"  # the running program has perhaps no place
+        if not is_package or not inner or ".." in place.parts or place.is_absolute():
             raise InputError("model.location", field=self.field, location=self.text)
         spec = importlib.util.find_spec(package)
         if spec is None:
@@ -173,7 +181,7 @@ class _Location:
                 "model.package_missing", field=self.field, location=self.text, package=package, install=distribution
             )
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        found = next((folder / inner for folder in folders if (folder / inner).exists()), None)
+        found = next((folder / inner for folder in folders if os.path.exists(folder / inner)), None)
         if found is None:
             raise InputError("model.package_file", field=self.field, package=package, inner=inner)
         return found

