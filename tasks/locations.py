@@ -181,7 +181,8 @@ class _Location:
                 "model.package_missing", field=self.field, location=self.text, package=package, install=distribution
             )
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        found = next((folder / inner for folder in folders if os.path.exists(folder / inner)), None)
+        # Path.exists raises OSError for a name that is too long
+        found = next((folder / inner for folder in folders if os.path.exists(folder / inner)), None)  # noqa: PTH110
         if found is None:
             raise InputError("model.package_file", field=self.field, package=package, inner=inner)
         return found
