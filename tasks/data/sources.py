@@ -3,7 +3,8 @@
 A path of the configuration is a file, a folder, a glob (`*`, `?`, `[...]`, `**` for folders at any depth) or a URI of
 one of these that `pyarrow.fs` opens (`s3://bucket/data/*.jsonl`, `hdfs://`, `file://`). A folder stands for its data
 files at any depth, in the order of their paths; `.txt` files in it are passed over, since folders hold a README.txt or
-a LICENSE.txt more often than texts to train on: name them, or a glob of them.
+a LICENSE.txt more often than texts to train on: name them, or a glob of them. Hidden files and folders (`._a.json`,
+`.ipynb_checkpoints/`) are passed over as well, by globs too unless a part of the glob begins with a full stop.
 
 The container is told by what stands in the file where that is sure, else by the name (`train.csv`, `train.csv.gz`):
 
@@ -21,7 +22,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -98,7 +99,7 @@ def training_files(data: DataConfig) -> tuple[DataFile, ...]:
     """The files to train on, folders and globs spelled out.
 
     Raises:
-        InputError: a path does not exist, or a folder or glob holds no data file.
+        InputError: a path does not exist or can't be looked at, or a folder or glob holds no data file.
     """
     return tuple(file for source in data.train for file in files_of(source, data))
 
@@ -124,22 +125,36 @@ def files_of(source: str | DataSource, data: DataConfig) -> tuple[DataFile, ...]
 def _local(text: str) -> tuple[bool, list[tuple[Path | str, str]]]:
     """Whether a path stands for a folder or glob, and its files with their names."""
     path = Path(text)
-    if path.is_file():
-        return False, [(path, path.name)]
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if _is_data_name(file.name) and file.is_file()]
-        return True, list(_named(path, found, text))
-    base, pattern = _split_glob(text)
-    if not pattern:
-        raise InputError("data.file_missing", path=text)
-    return True, list(_named(Path(base), [file for file in Path(base).glob(pattern) if file.is_file()], text))
+    try:
+        if path.is_file():
+            return False, [(path, path.name)]
+        if path.is_dir():
+            return True, list(_named(path, path.rglob("*"), text))
+        base, pattern = _split_glob(text)
+        if pattern:
+            return True, list(_named(Path(base), Path(base).glob(pattern), text, pattern))
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # a name that is too long; `**` beside other characters
+        problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError("data.unreadable", path=text, problem=f"{problem}.") from error
+    raise InputError("data.file_missing", path=text)
 
 
-def _named(base: Path, files: Sequence[Path], text: str) -> Iterator[tuple[Path | str, str]]:
-    if not files:
+def _named(base: Path, files: Iterable[Path], text: str, pattern: str = "") -> Iterator[tuple[Path | str, str]]:
+    found = ((file.relative_to(base).as_posix(), file) for file in files)
+    chosen = sorted((name, file) for name, file in found if _is_wanted(name, pattern) and file.is_file())
+    if not chosen:
         raise InputError("data.folder_empty", path=text, suffixes=" ".join(SUFFIXES))
-    for name, file in sorted((file.relative_to(base).as_posix(), file) for file in files):
+    for name, file in chosen:
         yield file, name
+
+
+def _is_wanted(name: str, pattern: str) -> bool:
+    """Whether a file of a folder is taken; one that a pattern names is, whatever its suffix."""
+    asks_for_hidden = any(part.startswith(".") for part in pattern.split("/"))
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return (asks_for_hidden or not is_hidden) and (bool(pattern) or _is_data_name(name))
 
 
 def _remote(uri: str) -> tuple[bool, list[tuple[Path | str, str]]]:
@@ -156,12 +171,16 @@ def _remote(uri: str) -> tuple[bool, list[tuple[Path | str, str]]]:
         if info.type != fs.FileType.Directory:
             raise InputError("data.file_missing", path=uri)
         infos = system.get_file_info(fs.FileSelector(inside, recursive=True))
-    except OSError as error:
+        names = sorted(
+            str(PurePosixPath(each.path).relative_to(inside)) for each in infos if each.type == fs.FileType.File
+        )
+    except (OSError, UnicodeDecodeError) as error:  # a file name that is not UTF-8
         raise InputError("data.uri", uri=uri, problem=_one_line(error)) from error
-    names = sorted(str(PurePosixPath(each.path).relative_to(inside)) for each in infos if each.type == fs.FileType.File)
     wanted = PurePosixPath(pattern).parts
     names = [
-        name for name in names if (_matches(PurePosixPath(name).parts, wanted) if pattern else _is_data_name(name))
+        name
+        for name in names
+        if _is_wanted(name, pattern) and (not pattern or _matches(PurePosixPath(name).parts, wanted))
     ]
     if not names:
         raise InputError("data.folder_empty", path=uri, suffixes=" ".join(SUFFIXES))

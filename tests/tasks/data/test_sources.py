@@ -95,12 +95,32 @@ def test_a_folder_without_data_is_named(tmp_path: Path) -> None:
     assert caught.value.code == "data.folder_empty"
 
 
+def test_hidden_files_and_folders_are_passed_over_unless_a_glob_asks_for_them(tmp_path: Path) -> None:
+    for name in ("a.json", "._a.json", ".ipynb_checkpoints/a-checkpoint.json", "b/.c/d.json"):
+        write(tmp_path, LINE, name)
+    for place in (str(tmp_path), tmp_path.as_uri()):
+        assert names(place) == names(f"{place}/*.json") == names(f"{place}/**/*.json") == ["a.json"]
+        assert names(f"{place}/.*.json") == ["._a.json"]
+        assert names(f"{place}/b/.c/*.json") == ["d.json"]
+    assert names(str(tmp_path / "._a.json")) == ["._a.json"]
+
+
+@pytest.mark.parametrize(("path", "problem"), [("a" * 300, "File name too long"), ("a/**b", "Invalid pattern: ")])
+def test_a_path_that_no_file_can_have_is_named(tmp_path: Path, path: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem) as caught:
+        files(str(tmp_path / path))
+    assert caught.value.code == "data.unreadable"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such a name")
 def test_a_file_name_that_is_not_utf8_can_still_be_reported(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).write_bytes(LINE)
     assert names(str(folder)) == ["\ufffd.json"]
+    with pytest.raises(InputError, match="can't decode byte 0xff") as caught:  # pyarrow.fs has no name for it
+        files(folder.as_uri())
+    assert caught.value.code == "data.uri"
 
 
 def test_uris_stand_for_files_folders_and_globs(tmp_path: Path) -> None:
