@@ -7,7 +7,8 @@ a dict of texts, `Number`, booleans, None, lists and dicts. What holds no usable
     lines     one JSON value a line; blank lines are passed over, a broken line costs itself only
     csv, tsv  the first record is the header, every other has as many fields; fields are texts as they stand (`NA`,
               `null`, `007`); in quotes `"`, which are doubled inside, line breaks are part of the field and stay
-    parquet, arrow   batches of rows, of Arrow as large as they are in the file; numbers become their shortest text
+    parquet, arrow   batches of rows, of Arrow as large as they are in the file; numbers become their shortest text,
+                     dates and times are no text
     text      records are the paragraphs, separated by blank lines; the lines of one stay joined by `\\n`
 
 Text is UTF-8, with or without a byte order mark; lines end at LF, CRLF or CR and at nothing else. Bytes that are not
@@ -44,7 +45,7 @@ class Number(str):
 
 
 class NotJson:
-    """NaN, Infinity or -Infinity, which Python's json writes although JSON has no such values."""
+    """What JSON has no such values for: NaN, Infinity and -Infinity, which Python's json writes; dates of a table."""
 
 
 class KeyTwice(dict[str, Any]):
@@ -354,19 +355,27 @@ def _one_line(error: Exception) -> str:
 
 def _rows(batch: Any) -> Iterator[Raw]:
     """The rows of a record batch as raw records."""
-    names = [field.name for field in batch.schema if not _is_text(field.type)]  # what needs a look at each value
+    from pyarrow import types
+
+    # dates and times are neither texts nor numbers, and some of them Python can't hold
+    foreign = [field.name for field in batch.schema if types.is_temporal(field.type)]
+    looked_at = [field for field in batch.schema if field.name not in foreign and not _is_text(field.type)]
     try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
+        rows = batch.drop_columns(foreign).to_pylist()
+    except (ValueError, OverflowError, LookupError) as error:
         if batch.num_rows == 1:
-            yield Broken(NOT_UTF8, is_record=True), None
+            is_text = isinstance(error, UnicodeDecodeError)
+            reason = NOT_UTF8 if is_text else f"values that can't be read ({_one_line(error)})"
+            yield Broken(reason, is_record=True), None
         else:
             for place in range(batch.num_rows):
                 yield from _rows(batch.slice(place, 1))
         return
-    for row in rows:
-        for name in names:
-            row[name] = _as_json(row[name])
+    for number, row in enumerate(rows):
+        for field in looked_at:
+            row[field.name] = _as_json(row[field.name], field.type)
+        for name in foreign:
+            row[name] = NotJson() if batch.column(name)[number].is_valid else None
         yield row, None
 
 
@@ -381,16 +390,34 @@ def _is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind))
 
 
-def _as_json(value: Any) -> object:
-    """A value of a table as a raw record has it."""
+def _as_json(value: Any, kind: Any) -> object:
+    """A value of a table as a raw record has it.
+
+    Args:
+        value: as pyarrow gives it.
+        kind: its Arrow type.
+    """
     if isinstance(value, bool):
         return value
-    if isinstance(value, float) and not isfinite(value):
-        return NotJson()
-    if isinstance(value, int | float | Decimal):
+    if isinstance(value, float):
+        return Number(_shortest(value, kind)) if isfinite(value) else NotJson()
+    if isinstance(value, int | Decimal):
         return Number(value)
     if isinstance(value, list):
-        return [_as_json(each) for each in value]
+        inner = getattr(kind, "value_type", None)
+        return [_as_json(each, inner) for each in value]
     if isinstance(value, dict):
-        return {name: _as_json(each) for name, each in value.items()}
+        return {name: _as_json(each, kind.field(name).type) for name, each in value.items()}
     return value
+
+
+def _shortest(value: float, kind: Any) -> str:
+    """The fewest digits that give a number of this type again; widened to float64 it would have more."""
+    import numpy as np
+    from pyarrow import types
+
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    if types.is_float16(kind):
+        return str(np.float16(value))
+    return str(np.float32(value) if types.is_float32(kind) else value)

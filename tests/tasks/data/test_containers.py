@@ -235,6 +235,57 @@ def test_values_of_tables_are_those_of_json(kind: str) -> None:
     assert second["turns"] == []
 
 
+def test_numbers_of_a_table_have_the_digits_that_their_type_holds() -> None:
+    import pyarrow as pa
+
+    single = pa.array([0.1, 5.0], pa.float32())
+    columns = {
+        "half": single.cast(pa.float16()),
+        "single": single,
+        "double": pa.array([0.1, 5.0]),
+        "word": single.dictionary_encode(),
+        "list": pa.array([[0.1], [5.0]], pa.list_(pa.float32())),
+        "struct": pa.array([{"a": 0.1}, {"a": 5.0}], pa.struct([("a", pa.float32())])),
+    }
+    rows = [value for value, _ in read("arrow", arrow_bytes(pa.table(columns), "file"))]
+    for row, text in zip(rows, ("0.1", "5.0"), strict=True):
+        assert row == dict.fromkeys(("half", "single", "double", "word"), text) | {
+            "list": [text],
+            "struct": {"a": text},
+        }
+
+
+@pytest.mark.parametrize(
+    "kind", ["timestamp us", "timestamp us of no known zone", "date32", "time64 ns", "duration s", "months"]
+)
+def test_dates_of_a_table_do_no_harm_even_those_that_python_can_not_hold(kind: str) -> None:
+    import pyarrow as pa
+
+    column = {
+        "timestamp us": lambda: pa.array([2**62, None], pa.timestamp("us")),
+        "timestamp us of no known zone": lambda: pa.array([0, None], pa.timestamp("us", tz="No/Where")),
+        "date32": lambda: pa.array([5_000_000, None], pa.date32()),
+        "time64 ns": lambda: pa.array([1, None], pa.time64("ns")),
+        "duration s": lambda: pa.array([2**60, None], pa.duration("s")),
+        "months": lambda: pa.array([pa.MonthDayNano([1, 2, 3]), None]),
+    }[kind]()
+    first, second = (
+        value for value, _ in read("arrow", arrow_bytes(pa.table({"text": ["a", "b"], "t": column}), "file"))
+    )
+    assert (first["text"], second) == ("a", {"text": "b", "t": None})
+    assert isinstance(first["t"], NotJson)
+
+
+def test_a_row_of_a_table_that_python_can_not_hold_costs_itself_only() -> None:
+    import pyarrow as pa
+
+    inner = pa.struct([("a", pa.date32())])
+    column = pa.array([{"a": 5_000_000}, {"a": None}], inner)
+    items = read("arrow", arrow_bytes(pa.table({"text": ["a", "b"], "s": column}), "file"))
+    assert items[0] == (Broken("values that can't be read (date value out of range)", True), None)
+    assert items[1] == ({"text": "b", "s": {"a": None}}, None)
+
+
 def test_bytes_of_a_table_that_are_not_utf8_cost_their_row_only() -> None:
     import pyarrow as pa
 
