@@ -14,7 +14,9 @@ that is not the same as the pieces with the texts between them, the conversation
 Templates run in Jinja2's sandbox with what Transformers gives them: messages, add_generation_prompt, the special tokens
 by name, raise_exception, strftime_now, tojson, loop controls and the generation block; blocks leave no line breaks.
 strftime_now always writes 26 July 2024, the date that Llama 3.1's template falls back to, so that the same records give
-the same rows on every day. Steps of loops and calls are counted, and large powers and products refused.
+the same rows on every day. Steps of loops and calls are counted, large numbers, products and joined texts refused, and
+so is every power: a template that never ends, or fills the memory, is one by mistake. The sandbox keeps a template from
+what is not its own; one that is made to waste memory can still do so, through formats and filters.
 """
 
 import datetime
@@ -33,7 +35,9 @@ from tasks.data.templates import TEMPLATES, Control, Piece, Script, Template, Tu
 
 FIXED_DATE = datetime.date(2024, 7, 26)
 MOST_STEPS = 100_000  # of loops and calls in one rendering; real templates take a few dozen for each turn
-LARGEST_PRODUCT = 100_000  # characters, or a number
+LARGEST_NUMBER = 100_000  # that is written in a template, or a product: of numbers, or of characters
+LONGEST_TEXT = 1 << 24  # characters of texts that are joined
+_WIDE_FORMAT = re.compile(r"\d{6}|\*")
 SHOWN = 200  # characters of an error in a template
 CHANGES_TEXT = "the chat template changes its texts"
 
@@ -232,13 +236,13 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> str:
         from jinja2 import TemplateError
 
+        self._template.environment.begin()
         try:
             text: str = self._template.render(
                 messages=messages,
                 add_generation_prompt=is_prompt,
                 tools=None,
                 documents=None,
-                counted_steps=itertools.count(1),
                 **self._encoder.special_tokens,
             )
         except TemplateError as error:
@@ -289,13 +293,10 @@ def _compile(source: str) -> Any:
 
     Source: what a template may use follows transformers 4.57, utils/chat_template_utils.py.
     """
-    from jinja2 import TemplateError, nodes, pass_context
+    from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-
-    def count_step(context: Any) -> None:
-        if next(context["counted_steps"]) > MOST_STEPS:
-            raise SecurityError(f"it takes more than {MOST_STEPS} steps")
+    from jinja2.visitor import NodeTransformer
 
     class GenerationBlock(Extension):  # type: ignore[misc]
         """`{% generation %}` marks what the assistant writes; its content is written as it is."""
@@ -310,22 +311,59 @@ def _compile(source: str) -> Any:
     class Environment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         """The sandbox, with a limit to what a template can compute."""
 
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+        steps = 0
+
+        def begin(self) -> None:
+            """Count from the start: another rendering."""
+            self.steps = 0
+
+        def count_step(self) -> None:
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                raise SecurityError(f"it takes more than {MOST_STEPS} steps")
 
         def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
-            count_step(context)
+            self.count_step()
             return super().call(context, function, *arguments, **named)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "+":
+                return limited(super().call_binop(context, operator, left, right))
+            if operator == "%":
+                if isinstance(left, str) and _WIDE_FORMAT.search(left):
+                    raise SecurityError("it has a wide format")
+                return super().call_binop(context, operator, left, right)
             sizes = [value if isinstance(value, int | float) else len(value) for value in (left, right)]
-            if operator == "**" or abs(sizes[0] * sizes[1]) > LARGEST_PRODUCT:
+            if operator == "**" or abs(sizes[0] * sizes[1]) > LARGEST_NUMBER:
                 raise SecurityError("it has a power or a large product")
             return super().call_binop(context, operator, left, right)
 
-    @pass_context  # type: ignore[untyped-decorator]
-    def counted(context: Any, items: Iterable[Any]) -> Iterator[Any]:
+    class Limits(NodeTransformer):  # type: ignore[misc]
+        """Has steps of loops counted, and numbers and joined texts looked at."""
+
+        def visit_For(self, node: Any) -> Any:  # noqa: N802 the name is Jinja's
+            self.generic_visit(node)
+            node.iter = nodes.Filter(node.iter, "counted", [], [], None, None, lineno=node.lineno)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:  # noqa: N802
+            self.generic_visit(node)
+            return nodes.Filter(node, "limited", [], [], None, None, lineno=node.lineno)
+
+        def visit_Const(self, node: Any) -> Any:  # noqa: N802
+            if isinstance(node.value, int | float) and not abs(node.value) <= LARGEST_NUMBER:
+                raise SecurityError("it has a large number")
+            return node
+
+    def limited(value: Any) -> Any:
+        if isinstance(value, str | list | tuple) and len(value) > LONGEST_TEXT:
+            raise SecurityError(f"it joins texts of more than {LONGEST_TEXT} characters")
+        return value
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
-            count_step(context)
+            environment.count_step()
             yield item
 
     def raise_exception(message: str) -> NoReturn:
@@ -335,9 +373,7 @@ def _compile(source: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # unlike Jinja's own, for no HTML page
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
-    environment.filters |= {"tojson": to_json, "counted": counted}
+    environment.filters |= {"tojson": to_json, "counted": counted, "limited": limited}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": FIXED_DATE.strftime}
-    tree = environment.parse(source)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-    return environment.from_string(tree)
+    del environment.globals["lipsum"]  # as many paragraphs of nonsense as are asked for
+    return environment.from_string(Limits().visit(environment.parse(source)))

@@ -16,7 +16,7 @@ from tasks.data.chat_template import CHANGES_TEXT, ChatTemplate, open_template
 from tasks.data.encoding import Encoder
 from tasks.data.masks import ONLY_LAST, RecordRows, make_rows
 from tasks.data.records import Record, Turn, exchange
-from tasks.data.templates import TurnsError
+from tasks.data.templates import Script, TurnsError
 from tasks.tokenizer_files import open_tokenizer
 
 TALK = (Turn("system", "Be kind."), *exchange("Who is it?", "Tom."), *exchange("Who else?", "Lily."))
@@ -227,7 +227,23 @@ def test_a_template_that_leaves_the_system_turn_out_is_noticed(open_chat: Any) -
         ("{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}", "more than 100000 steps"),
         ("{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ 9 ** 9 ** 9 }}", "a power or a large product"),
-        ("{{ 'x' * 10000000000 }}", "a power or a large product"),
+        ("{{ 'x' * 99999 * 99999 }}", "a power or a large product"),
+        ("{{ 'x' | center(10000000000) }}", "a large number"),
+        ("{{ '%09999999999d' % 1 }}", "a wide format"),
+        (
+            "{% set n = namespace(x='x' * 99) %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "joins texts",
+        ),
+        (
+            "{% set n = namespace(x='x' * 99) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "joins texts",
+        ),
+        ("{{ lipsum(n=99999) }}", "'lipsum' is undefined"),
+        (
+            "{% set counted_steps = cycler(1) %}{% for i in range(1000) %}{% for j in range(1000) %}"
+            "{% endfor %}{% endfor %}",
+            "more than 100000 steps",
+        ),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("nothing", "leaves out or repeats a turn"),
@@ -266,6 +282,12 @@ def test_templates_have_what_transformers_gives_them(open_chat: Any) -> None:
     {%- endfor %}"""
     _, chat = open_chat(template)
     assert chat.write(exchange("a", "b")).text() == '26 Jul 2024{"<ü>": 1}Trueab'
+
+
+def test_steps_are_counted_for_each_rendering(open_chat: Any) -> None:
+    _, chat = open_chat("{% for i in range(30000) %}{% endfor %}" + SIMPLE)
+    for _ in range(3):  # 30,000 steps each
+        assert isinstance(chat.write(exchange("a", "b")), Script)
 
 
 def test_the_same_roles_are_laid_out_once(open_chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
