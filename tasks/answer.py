@@ -56,8 +56,9 @@ class Reply:
 class Conversation:
     """A conversation with the MindIR of an `export` artifact; it knows its history.
 
-    Where history, question and answer no longer fit the KV cache together, the oldest exchanges are dropped, with a
-    warning in the log. The cache keeps what it holds of the history from one answer to the next.
+    Where history, question and answer no longer fit the KV cache together, or the template can't write an earlier
+    answer, the oldest exchanges are dropped, with a warning in the log. The cache keeps what it holds of the history from one answer to the
+    next.
 
     Args:
         mindir: folder of the artifact.
@@ -125,7 +126,7 @@ class Conversation:
         Raises:
             ConfigError: the question is no text (generate.setting).
             InputError: the question alone does not fit the cache with its answer (generate.too_long), or the template
-                can't write the conversation (generate.turns); the history is as before then.
+                can't write it (generate.turns); the history is as before then.
         """
         from tasks.data.decoding import TextStream
 
@@ -164,12 +165,28 @@ class Conversation:
         new, cache = self._sampling.max_new_tokens, self._spec.cache_length
         check_prompt(self._ids([], question), new, cache, self._spec.vocabulary)
         dropped = 0
+        while not self._can_write(question):
+            del self._exchanges[0]
+            dropped += 1
+        if dropped:
+            log.warning("the template can't write an earlier answer: forgot the oldest %s", _counted(dropped))
+        dropped = 0
         while len(ids := self._ids(self._exchanges, question)) + new > cache:
             del self._exchanges[0]
             dropped += 1
         if dropped:
             log.warning("no room in the KV cache of %d tokens: forgot the oldest %s", cache, _counted(dropped))
         return ids
+
+    def _can_write(self, question: str) -> bool:
+        """Whether the template has a form for the history: it can refuse what the model answered, e.g. `</think>`."""
+        try:
+            self._ids(self._exchanges, question)
+        except InputError:
+            if not self._exchanges:
+                raise
+            return False
+        return True
 
     def _ids(self, exchanges: Sequence[tuple[str, str]], question: str) -> list[int]:
         turns = [turn for asked, answered in exchanges for turn in exchange(asked, answered)]

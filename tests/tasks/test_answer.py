@@ -130,6 +130,22 @@ def test_the_oldest_exchanges_make_room_with_a_warning(folder, model, caplog, mo
     assert len(wanted) + NEW <= CACHE
 
 
+def test_an_answer_that_the_template_can_not_write_again_is_forgotten(folder, model, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mindtune"), "propagate", True)
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    talk = conversation(folder, "tokenizer")
+    shown_reply(talk, "Who?")
+    talk._exchanges[0] = ("Who?", "hm </think> yes")  # as another model would have answered
+    talk._exchanges.append(("What?", "fine"))
+    shown_reply(talk, "So?")
+    assert "can't write an earlier answer: forgot the oldest question and answer" in caplog.text
+    turns = [*exchange("What?", "fine"), Turn("user", "So?")]
+    assert model.prompts[-1] == prompt(folder, "tokenizer", *turns)
+    with pytest.raises(InputError, match="changes its texts"):
+        talk.reply("hm </think> yes", print)
+
+
 def test_a_question_that_does_not_fit_is_refused_before_work_and_changes_nothing(folder, monkeypatch):
     def never(self):
         raise AssertionError("loaded")
