@@ -19,7 +19,7 @@ normalised. The rules:
 - a number stands for its own text, with the digits of the file (`1.50` stays `1.50`), and is counted;
 - true, false, lists, objects and Python's NaN and Infinity are not text;
 - an unpaired surrogate (from an escape such as `\\ud83d` alone) has no UTF-8 form and rejects the record;
-- a key that stands twice in a record or turn rejects it, since readers differ in which one they take;
+- a key that stands twice in a record, turn or part rejects it, since readers differ in which one they take;
 - other keys do no harm.
 
 A reason is one of a small number of texts, sometimes with details in round brackets after it; it names the file's own
@@ -273,11 +273,13 @@ def _turn(message: object, fields: _Fields, details: str) -> Turn:
     if content is None:
         raise BadRecordError(f"a turn has no text{details}")
     if isinstance(content, list):
-        content = "".join(_part(part, fields) for part in content)
+        content = "".join(_part(part, fields, details) for part in content)
     return Turn(role, _filled(fields.text(content, "a turn"), "a turn", details))
 
 
-def _part(part: object, fields: _Fields) -> str:
+def _part(part: object, fields: _Fields, details: str) -> str:
+    if isinstance(part, KeyTwice):
+        raise BadRecordError(f"a key stands twice{details}")
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else None
         raise BadRecordError(f"only parts of text are supported (type {kind!r})")

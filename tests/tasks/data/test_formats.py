@@ -130,6 +130,10 @@ GOOD = talk("human: q", "gpt: a")
         ({"conversations": []}, "conversations is empty"),
         ({"conversations": ["x"]}, "a turn is not an object (turn 1)"),
         ({"conversations": [KeyTwice(GOOD[0])]}, "a key stands twice (turn 1)"),
+        (
+            {"conversations": [{"from": "human", "value": [KeyTwice(type="text", text="x")]}]},
+            "a key stands twice (turn 1)",
+        ),
         ({"conversations": [{"value": "x"}]}, "a turn has no known role (turn 1)"),
         ({"conversations": talk("human: q", "bot: a")}, "a turn has no known role (turn 2: 'bot')"),
         ({"conversations": [{"from": "human"}]}, "a turn has no text (turn 1)"),
