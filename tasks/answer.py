@@ -57,8 +57,8 @@ class Conversation:
     """A conversation with the MindIR of an `export` artifact; it knows its history.
 
     Where history, question and answer no longer fit the KV cache together, or the template can't write an earlier
-    answer, the oldest exchanges are dropped, with a warning in the log. The cache keeps what it holds of the history from one answer to the
-    next.
+    answer, the oldest exchanges are dropped, with a warning in the log. The cache keeps what it holds of the history
+    from one answer to the next.
 
     Args:
         mindir: folder of the artifact.
