@@ -1,6 +1,7 @@
 """The weights of a checkpoint, read with NumPy: which files there are, what their headers promise, and the tensors.
 
-A checkpoint is a folder of safetensors files, or one GGUF file (see `gguf_file`, imported only for such a one).
+A checkpoint is a folder of safetensors files or of MindSpore's .ckpt files, or one GGUF file (see `ckpt_file` and
+`gguf_file`, imported only for such ones).
 
 A safetensors file is 8 bytes with the length of the header (little endian), the header as JSON (name -> dtype, shape,
 place of the bytes), and the bytes of all tensors without gaps. Reading it here rather than with the safetensors package
@@ -28,6 +29,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: its bits
 FLOATS = tuple(STORED_AS)
+CKPT = ".ckpt"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The files of a checkpoint folder that hold its weights.
 
     As Transformers does, `model.safetensors` is taken first, then the files that `model.safetensors.index.json` lists
-    (so that copies of the same weights under another naming are left alone), else every *.safetensors file.
+    (so that copies of the same weights under another naming are left alone), else every *.safetensors file. A folder
+    without any of them is one of MindSpore: every *.ckpt file.
 
     Raises:
         InputError: the folder is missing, holds no weights, or its index is not readable or names a missing file.
@@ -68,7 +71,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return (single,)
     if index.is_file():
         return _indexed_files(index)
-    files = tuple(sorted(folder.glob("*.safetensors")))
+    files = tuple(sorted(folder.glob("*.safetensors")) or sorted(folder.glob(f"*{CKPT}")))
     if not files:
         raise InputError("model.no_weights", path=folder)
     return files
@@ -79,7 +82,8 @@ def read_headers(base: Path) -> dict[str, TensorHeader]:
 
     Raises:
         InputError: as `weight_files`; or a file is not a whole safetensors file, two files hold the same name, or the
-            index promises a tensor that its file does not hold. Or as `gguf_file.gguf_headers`.
+            index promises a tensor that its file does not hold. Or as `ckpt_file.ckpt_headers` and
+            `gguf_file.gguf_headers`.
     """
     if is_gguf(base):
         from tasks.models.gguf_file import gguf_headers
@@ -87,9 +91,12 @@ def read_headers(base: Path) -> dict[str, TensorHeader]:
         return gguf_headers(base)
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(base):
-        for name, header in file_headers(path).items():
+        for name, header in _headers_of(path).items():
             if name in headers:
-                raise _unreadable(path, f"the tensor {name} is also in {headers[name].path.name}")
+                problem = f"the tensor {name} is also in {headers[name].path.name}"
+                if path.suffix == CKPT:
+                    problem += "; several .ckpt files must each hold other tensors, not slices of the same ones"
+                raise _unreadable(path, problem)
             headers[name] = header
     return headers
 
@@ -143,6 +150,10 @@ def read_stored(header: TensorHeader) -> NDArray[Any]:
         from tasks.models.gguf_file import read_gguf_tensor
 
         return read_gguf_tensor(header)
+    if header.path.suffix == CKPT:
+        from tasks.models.ckpt_file import read_ckpt_tensor
+
+        return read_ckpt_tensor(header)
     if header.dtype not in FLOATS:
         raise _unreadable(header.path, f"it holds tensors of type {header.dtype}; supported: {', '.join(FLOATS)}")
     values: NDArray[Any] = np.fromfile(header.path, STORED_AS[header.dtype], prod(header.shape), offset=header.offset)
@@ -157,6 +168,14 @@ def read_file(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """
     for name, header in file_headers(path).items():
         yield name, read_tensor(header)
+
+
+def _headers_of(path: Path) -> Mapping[str, TensorHeader]:
+    if path.suffix == CKPT:
+        from tasks.models.ckpt_file import ckpt_headers
+
+        return ckpt_headers(path)
+    return file_headers(path)
 
 
 def _tensor_header(path: Path, entry: Mapping[str, Any], data_start: int) -> TensorHeader:
