@@ -33,6 +33,7 @@ class LoraDense(nn.Cell):
         lora_b: first value of B (out_channels, R).
         scale: what the update is multiplied by; alpha / R, so that R can change without a new learning rate.
         dropout: what the update's input goes through first, if anything.
+        bias: the frozen bias (out_channels,) of the base layer, if it has one.
     Inputs:
         x: (..., in_channels), of the type of the frozen weight; A and B are float32 and are cast to it.
     Outputs:
@@ -48,15 +49,18 @@ class LoraDense(nn.Cell):
         *,
         scale: float,
         dropout: nn.Cell | None = None,
+        bias: Parameter | None = None,
     ) -> None:
         super().__init__()
         self.out_channels, self.in_channels = weight.shape
         self.weight = weight
+        self.bias = bias
         self.lora_a = Parameter(Tensor(lora_a), name="lora_a")
         self.lora_b = Parameter(Tensor(lora_b), name="lora_b")
         self.scale = scale
         self.dropout = dropout
         self.matmul = ops.MatMul(transpose_b=True)
+        self.add_bias = ops.BiasAdd()
 
     def construct(self, x: Tensor) -> Tensor:
         """See the class."""
@@ -67,7 +71,10 @@ class LoraDense(nn.Cell):
         # The scale goes onto the small product, R wide.
         inner = self.matmul(rows, as_type(self.lora_a, x.dtype)) * self.scale  # (all, R)
         update = self.matmul(inner, as_type(self.lora_b, x.dtype))  # (all, out)
-        return (base + update).reshape((*x.shape[:-1], self.out_channels))
+        total = base + update
+        if self.bias is not None:
+            total = self.add_bias(total, as_type(self.bias, x.dtype))
+        return total.reshape((*x.shape[:-1], self.out_channels))
 
 
 def attach_lora(
@@ -156,7 +163,8 @@ def _replace(
 ) -> None:
     parent_name, leaf = layer.rsplit(".", 1)
     parent = dict(decoder.cells_and_names())[parent_name]
-    cell = LoraDense(getattr(parent, leaf).weight, a, b, scale=scale, dropout=dropout)
+    linear = getattr(parent, leaf)
+    cell = LoraDense(linear.weight, a, b, scale=scale, dropout=dropout, bias=getattr(linear, "bias", None))
     setattr(parent, leaf, cell)
     # Setting a sub-cell prefixes its parameters with `leaf` only; their names must be the full ones, as for the others.
     for name, parameter in cell.parameters_and_names():
