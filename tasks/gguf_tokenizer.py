@@ -10,6 +10,7 @@ merges out of scores as in Transformers 4.57 (convert_slow_tokenizer.py).
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tasks.models.gguf_file import GgufFile, damaged, open_gguf, unsupported
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 PREFIX = "tokenizer.ggml."
 BLANK = "▁"
+LONGEST_TOKEN = 4096  # characters; its merges are looked for at each of them
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)"
@@ -92,6 +94,10 @@ def _vocabulary(file: GgufFile) -> tuple[list[str], list[int]]:
     types = file.get(PREFIX + "token_type", list, [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise damaged(file.path, f"it has {len(tokens)} tokens, but {len(types)} types of tokens")
+    if type(types[0]) is not int:  # a list is of one type
+        raise damaged(file.path, f"its types of tokens are no whole numbers, the first is {types[0]!r:.60}")
+    if (longest := max(map(len, tokens))) > LONGEST_TOKEN:
+        raise damaged(file.path, f"one of its tokens has {longest} characters")
     if len(set(tokens)) != len(tokens):
         raise damaged(file.path, f"{len(tokens) - len(set(tokens))} of its tokens stand twice")
     return tokens, types
@@ -151,6 +157,8 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str], types: Sequence[int])
     scores = file.get(PREFIX + "scores", list, [])
     if len(scores) != len(tokens) or type(scores[0]) is not float:
         raise damaged(file.path, f"it has {len(tokens)} tokens, but {len(scores)} scores of tokens")
+    if any(map(isnan, scores)):
+        raise damaged(file.path, "a score of its tokens is no number")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(

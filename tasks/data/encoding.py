@@ -282,11 +282,11 @@ def _chat_template(tokenizer: Any) -> str | None:
 
 def _ids_before_a_text(tokenizer: Any) -> list[int]:
     """What the tokenizer itself puts before a text; what it puts after one is left to the caller."""
-    encoded = tokenizer.encode("a")
-    count = 0
-    while encoded.special_tokens_mask[count]:
-        count += 1
-    return list(encoded.ids[:count])
+    for text in ("a", *tokenizer.get_vocab(with_added_tokens=False)):  # the first that has a token of its own
+        encoded = tokenizer.encode(text)
+        if 0 in encoded.special_tokens_mask:
+            return list(encoded.ids[: encoded.special_tokens_mask.index(0)])
+    return []
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, int]:

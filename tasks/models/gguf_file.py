@@ -151,6 +151,9 @@ def gguf_config(path: Path) -> dict[str, Any]:
     hidden, heads = number("embedding_length"), number("attention.head_count")
     if not 0 < heads <= hidden:
         raise damaged(path, f"{ARCHITECTURE}.attention.head_count is {heads}")
+    blocks = number("block_count")
+    if blocks > len(file.tensors):
+        raise damaged(path, f"{ARCHITECTURE}.block_count is {blocks}, but there are {len(file.tensors)} tensors")
     rotary = number("rope.dimension_count", default=hidden // heads)
     head_size = number("attention.key_length", default=rotary)
     if not rotary == head_size == number("attention.value_length", default=head_size):
@@ -163,7 +166,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
+        "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", default=heads),
         "head_dim": head_size,

@@ -215,6 +215,17 @@ def test_a_token_twice_is_refused(byte_level, write):
         check_tokenizer(write(metadata))
 
 
+def test_tokens_types_and_scores_have_to_be_usable(stories, write):
+    metadata = sentence_piece_metadata(stories / "tokenizer.model")
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    with pytest.raises(InputError, match="one of its tokens has 5000 characters"):
+        check_tokenizer(write(metadata | {"tokenizer.ggml.tokens": ["a" * 5000, *tokens[1:]]}))
+    with pytest.raises(InputError, match=r"no whole numbers, the first is 1\.0"):
+        check_tokenizer(write(metadata | {"tokenizer.ggml.token_type": [1.0] * len(tokens)}))
+    with pytest.raises(InputError, match="a score of its tokens is no number"):
+        check_tokenizer(write(metadata | {"tokenizer.ggml.scores": [*scores[:-1], float("nan")]}))
+
+
 def test_a_changed_byte_gives_a_tokenizer_or_an_input_error(stories, write):
     path = write(sentence_piece_metadata(stories / "tokenizer.model"))
     content, draw, refused = path.read_bytes(), random.Random(2), 0

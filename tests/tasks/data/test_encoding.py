@@ -157,6 +157,15 @@ def test_what_the_tokenizer_puts_after_a_text_is_left_out(save: Callable[..., Pa
     assert encoder.bos_id == 257
 
 
+@pytest.mark.parametrize("vocabulary", [["</s>", "字"], ["</s>"]])
+def test_a_tokenizer_need_not_know_any_letter(save: Callable[..., Path], vocabulary: list[str]) -> None:
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("</s> $A </s>", special_tokens=[("</s>", 0)])
+    encoder = Encoder(save(tokenizer, bos_token="</s>"))
+    assert encoder.prefix == [0]
+
+
 @pytest.mark.parametrize("template", ["alpaca", "alpaca-zh", "plain"])
 def test_a_prompt_has_the_ids_that_the_tokenizer_itself_gives_to_its_text(stories: Path, template: Any) -> None:
     encoder, tokenizer = Encoder(stories), Tokenizer.from_file(str(stories / "tokenizer.json"))

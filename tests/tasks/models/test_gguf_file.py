@@ -123,6 +123,7 @@ def test_numbers_are_those_of_the_configuration_and_not_their_float32(write):
         ({"llama.rope.dimension_count": 16}, "rotary positions in 16 of 32 dimensions"),
         ({"split.count": 3}, "split into several files"),
         ({"llama.block_count": None}, "llama.block_count is absent"),
+        ({"llama.block_count": 2**31}, "llama.block_count is 2147483648, but there are"),
         ({"llama.block_count": "two"}, "llama.block_count is 'two', not of the type int"),
         ({"llama.attention.head_count": [4, 4]}, "not of the type int"),
         ({"llama.attention.head_count": 6}, "attn_q.weight has 128 rows, which are not 6 heads"),
